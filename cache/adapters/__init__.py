@@ -1,0 +1,1 @@
+"""Where llama.cpp is touched: the only modules that import llama_cpp."""

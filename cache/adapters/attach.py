@@ -1,0 +1,170 @@
+"""`attach(llm)`: everything automatic, for any `Llama`, also one inside a framework."""
+
+import inspect
+import os
+import weakref
+from collections.abc import Generator, Sequence
+from copy import deepcopy
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from kvkeep.cache.adapters.session import Session
+from kvkeep.cache.adapters.wrapping import Wrapping
+from kvkeep.cache.match import Match, Reason
+from kvkeep.cache.paths import resolve_root
+from kvkeep.cache.report import Stats
+from kvkeep.store.errors import UsageError
+from kvkeep.store.repository import DEFAULT_CAPACITY, valid_capacity
+
+
+def attach(
+    llm: Any,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    capacity_bytes: int = DEFAULT_CAPACITY,
+    break_even: bool = True,
+    identity: str = "",
+) -> "Attached":
+    """Keep the states of a model on disk, and restore them before prompts that begin as something kept.
+
+    Args:
+        llm: a `llama_cpp.Llama`. Use it from one thread at a time, as llama-cpp-python demands.
+        path: the cache folder; by default `KVKEEP_PATH`, or the user's cache folder.
+        capacity_bytes: byte budget of the folder, for all models together. At least 16 MiB.
+        break_even: restore only where that is quicker than decoding. False restores whatever can be restored.
+        identity: your own word for what changes the model's results and can't be seen from outside, such as adapters
+            set through llama.cpp's C API. States are shared only under the same word.
+
+    Returns:
+        A handle. Keep it to look at what was reused; the cache works without it, and is flushed when the interpreter
+        ends.
+
+    Raises:
+        UsageError: an argument is wrong. A folder that can't be used raises nothing: it is logged, and the model works
+            without a cache.
+    """
+    return Attached(llm, session_options(llm, path, capacity_bytes, break_even, identity))
+
+
+def session_options(
+    llm: Any, path: str | os.PathLike[str] | None, capacity_bytes: int, break_even: bool, identity: str
+) -> dict[str, Any]:
+    """Checked arguments of a session, the same for both ways in."""
+    if not hasattr(llm, "_ctx") or not hasattr(llm, "generate"):
+        raise UsageError(f"llm is a llama_cpp.Llama, not {type(llm).__name__}")
+    if not isinstance(break_even, bool):
+        raise UsageError(f"break_even is True or False, not {break_even!r}")
+    if not isinstance(identity, str):
+        raise UsageError(f"identity is a text, not {identity!r}")
+    root: Path = resolve_root(path)
+    return {"path": root, "capacity_bytes": valid_capacity(capacity_bytes), "break_even": break_even, "extra": identity}
+
+
+class Handle:
+    """What both ways in offer: look, flush, close. Usable in a `with` statement."""
+
+    _session: Session
+    _wrapping: Wrapping
+
+    @property
+    def last(self) -> Match | None:
+        """What the last request reused; None before the first."""
+        return self._session.last
+
+    @property
+    def path(self) -> Path | None:
+        """The cache folder, or None if it couldn't be opened."""
+        repository = self._session.repository
+        return None if repository is None else repository.path
+
+    def stats(self) -> Stats:
+        """Totals since the cache was attached. A copy."""
+        return deepcopy(self._session.reporter.stats)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Store everything now. Returns False if `timeout` seconds weren't enough."""
+        return self._session.flush(timeout)
+
+    def detach(self) -> None:
+        """Leave the model as it was before. What waits is still stored."""
+        self._wrapping.undo()
+
+    def close(self) -> None:
+        """Flush, detach, and give the folder back. Safe to call twice."""
+        self._session.close()
+        self.detach()
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Attached(Handle):
+    """The handle that `attach` returns."""
+
+    def __init__(self, llm: Any, options: dict[str, Any]) -> None:
+        self._wrapping = Wrapping(
+            llm,
+            {
+                "generate": self._generate,
+                "eval": self._eval,
+                "reset": self._reset,
+                "load_state": self._load_state,
+            },
+        )
+        try:
+            self._session = Session(llm, **options)
+        except BaseException:
+            self._wrapping.undo()
+            raise
+        self._signature = inspect.signature(type(llm).generate)
+        self._turn = 0
+        self._generating = False
+        # A model that goes takes its cache with it; what waits is stored first.
+        weakref.finalize(llm, _finish, self._session)
+
+    def __enter__(self) -> "Attached":
+        return self
+
+    def _generate(self, llm: Any, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
+        prompt = list(tokens)
+        bound = self._signature.bind(llm, prompt, *args, **kwargs)
+        bound.apply_defaults()
+        self._turn += 1
+        turn = self._turn
+        if bound.arguments["reset"] and prompt:
+            self._session.settle(llm, prompt)
+        else:
+            self._session.last = Match(length=0, prompt_tokens=len(prompt), reason=Reason.NO_RESET)
+        self._generating = True
+        try:
+            yield from self._wrapping.original(llm, "generate")(prompt, *args, **kwargs)
+        finally:
+            # A generator that is dropped and closed late must not save in the middle of the next one.
+            if turn == self._turn:
+                self._generating = False
+                self._session.keep(llm)
+
+    def _eval(self, llm: Any, tokens: Sequence[int]) -> None:
+        # Chat handlers clear the context and call eval themselves: that is a prompt too.
+        if not self._generating and llm.n_tokens == 0 and len(tokens) > 1:
+            tokens = tokens[self._session.settle(llm, tokens).length :]
+        with self._session.observe(llm, tokens):
+            self._wrapping.original(llm, "eval")(tokens)
+
+    def _reset(self, llm: Any) -> None:
+        self._session.was_reset()
+        self._wrapping.original(llm, "reset")()
+
+    def _load_state(self, llm: Any, state: Any) -> None:
+        try:
+            self._wrapping.original(llm, "load_state")(state)
+        finally:
+            self._session.was_loaded(llm, proven=False)
+
+
+def _finish(session: Session) -> None:
+    session.close()

@@ -1,0 +1,70 @@
+"""What a `llama_cpp.Llama` says about itself: the ingredients of its fingerprint."""
+
+import os
+from typing import Any
+
+import llama_cpp
+
+from kvkeep.cache.fingerprint import Ingredients, model_files
+
+# Fields of llama_context_params that change keys and values. Not in it, because they change only speed or rounding:
+# n_ctx (but see `_beyond_original_context`), n_batch, n_ubatch, n_threads, n_seq_max, offload_kqv, op_offload.
+_CONTEXT_FIELDS = (
+    "rope_scaling_type",
+    "rope_freq_base",
+    "rope_freq_scale",
+    "yarn_ext_factor",
+    "yarn_attn_factor",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
+    "yarn_orig_ctx",
+    "attention_type",
+    "flash_attn_type",
+    "type_k",
+    "type_v",
+    "swa_full",
+)
+
+
+def ingredients_of(llm: Any, extra: str = "") -> Ingredients:
+    """Everything that decides which states fit this context.
+
+    Args:
+        llm: a `llama_cpp.Llama`.
+        extra: the caller's own word for what can't be seen from outside, such as adapters set through the C API.
+    """
+    params = llm.context_params
+    fields = {name: repr(getattr(params, name)) for name in _CONTEXT_FIELDS}
+    fields |= {
+        "llama_cpp_python": llama_cpp.__version__,
+        "session_version": str(llama_cpp.LLAMA_SESSION_VERSION),
+        "sequence_version": str(llama_cpp.LLAMA_STATE_SEQ_VERSION),
+        "kv_overrides": repr(sorted((llm.kv_overrides or {}).items())),
+        # Quantised keys are stored rotated unless this is set; llama.cpp reads it with atoi.
+        "attention_rotation_disabled": os.environ.get("LLAMA_ATTN_ROT_DISABLE", ""),
+        "beyond_original_context": str(_beyond_original_context(llm)),
+        "extra": extra,
+    }
+    files = model_files(llm.model_path)
+    if llm.lora_path:
+        fields["lora_scale"] = repr(float(llm.lora_scale))
+        files += (llm.lora_path,)
+    return Ingredients(fields, files)
+
+
+def label_of(llm: Any) -> str:
+    """The model's own name, for people."""
+    name: str = llm.metadata.get("general.name") or os.path.basename(llm.model_path)
+    return name
+
+
+def _beyond_original_context(llm: Any) -> bool:
+    """Whether n_ctx is beyond the context that the model was first trained with.
+
+    llama.cpp then takes the long set of rope factors, if the model has two (logit error 45 when mixed up). Whether it
+    has them can't be asked, so the crossing counts for all models; few people cross it.
+    """
+    arch = llm.metadata.get("general.architecture", "")
+    original = llm.metadata.get(f"{arch}.rope.scaling.original_context_length")
+    trained = int(original) if original else int(llama_cpp.llama_model_n_ctx_train(llm._model.model))
+    return int(llama_cpp.llama_n_ctx_seq(llm._ctx.ctx)) > (llm.context_params.yarn_orig_ctx or trained)

@@ -1,0 +1,184 @@
+"""`PersistentLlamaCache`: the plain `BaseLlamaCache` interface, for code that only knows `set_cache`."""
+
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import LlamaState
+from llama_cpp.llama_cache import BaseLlamaCache
+
+from kvkeep.cache.adapters.attach import Handle, session_options
+from kvkeep.cache.adapters.session import Session
+from kvkeep.cache.adapters.wrapping import Wrapping
+from kvkeep.cache.layout import Form
+from kvkeep.cache.match import Match
+from kvkeep.cache.prefix_cache import PrefixCache
+from kvkeep.store.errors import KvkeepError, UsageError
+from kvkeep.store.repository import DEFAULT_CAPACITY
+
+
+class PersistentLlamaCache(Handle, BaseLlamaCache):
+    """A `BaseLlamaCache` on a kvkeep store, bound to one model.
+
+        llm.set_cache(PersistentLlamaCache.for_model(llm))
+
+    `Llama` asks `cache[prompt]` before each prompt: that restores straight into the model's context and returns an item
+    that the context needn't load any more. After each finished answer it calls `cache[tokens] = llm.save_state()`; the
+    cache then takes its own copy, and ignores what `save_state` made. `attach` does the same without `save_state`, which
+    copies three times and adds up to n_batch x n_vocab floats of zeros; use it where you can.
+
+    There is no `__len__`: `Llama` never uses a cache that is falsy, as an empty one would be.
+    """
+
+    def __init__(self, llm: Any, options: dict[str, Any]) -> None:
+        BaseLlamaCache.__init__(self, options["capacity_bytes"])
+        self._llm = weakref.ref(llm)
+        self._wrapping = Wrapping(llm, {"eval": self._eval, "reset": self._reset, "load_state": self._load_state})
+        try:
+            self._session = Session(llm, **options)
+        except BaseException:
+            self._wrapping.undo()
+            raise
+        weakref.finalize(llm, self._session.close)
+
+    @classmethod
+    def for_model(
+        cls,
+        llm: Any,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        capacity_bytes: int = DEFAULT_CAPACITY,
+        break_even: bool = True,
+        identity: str = "",
+    ) -> "PersistentLlamaCache":
+        """A cache for this model. The arguments are those of `attach`.
+
+        Raises:
+            UsageError: an argument is wrong.
+        """
+        return cls(llm, session_options(llm, path, capacity_bytes, break_even, identity))
+
+    def __enter__(self) -> "PersistentLlamaCache":
+        return self
+
+    @property
+    def cache_size(self) -> int:
+        """Bytes that the folder's blobs take, of all models together."""
+        repository = self._session.repository
+        return 0 if repository is None else repository.blobs.used_bytes
+
+    def __getitem__(self, key: Sequence[int]) -> LlamaState:
+        """Restore the longest stored beginning of `key` into the model's context.
+
+        Returns:
+            The state of those tokens. It is assembled only if something looks at more than its tokens.
+
+        Raises:
+            KeyError: nothing of it is stored, it couldn't be restored, or decoding is quicker. The text says which.
+        """
+        llm = self._model()
+        tokens = list(key)
+        match = self._session.settle(llm, tokens) if tokens else None
+        cache = self._session.cache
+        if match is None or cache is None:
+            raise KeyError("nothing is stored for an empty key" if match is None else str(match))
+        stored = self._stored(cache, tokens)
+        if stored is None or (match.length == 0 and stored.length > 0):
+            raise KeyError(str(match))
+        return StoredState(llm, cache, stored, np.asarray(tokens[: stored.length], np.int32))
+
+    def _stored(self, cache: PrefixCache, tokens: list[int]) -> Match | None:
+        found: Match | None = None
+        with self._session.reporter.border("looking up a prompt"):
+            match = cache.match(tokens)
+            found = match if match.length else None
+        return found
+
+    def __contains__(self, key: Sequence[int]) -> bool:
+        """Whether at least one token of the key's beginning is stored."""
+        cache = self._session.cache
+        return cache is not None and self._stored(cache, list(key)) is not None
+
+    def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
+        """Keep the model's context, if it is what `value` says it is.
+
+        `key` isn't looked at: `Llama` passes prompt and answer, which can be a token longer than the state. Only the
+        live context is known to hold what its tokens say, so a state of something else is not kept, and counted.
+        """
+        llm = self._model()
+        tokens = np.asarray(value.input_ids)[: value.n_tokens]
+        if not np.array_equal(tokens, llm.input_ids[: llm.n_tokens]):
+            self._session.reporter.once("other state", "a state that isn't the model's present one is not kept")
+            return
+        self._session.keep(llm)
+
+    def _model(self) -> Any:
+        llm = self._llm()
+        if llm is None:
+            raise UsageError("the model that this cache was made for is gone")
+        return llm
+
+    def _eval(self, llm: Any, tokens: Sequence[int]) -> None:
+        with self._session.observe(llm, tokens):
+            self._wrapping.original(llm, "eval")(tokens)
+
+    def _reset(self, llm: Any) -> None:
+        self._session.was_reset()
+        self._wrapping.original(llm, "reset")()
+
+    def _load_state(self, llm: Any, state: LlamaState) -> None:
+        try:
+            self._wrapping.original(llm, "load_state")(state)
+        finally:
+            self._session.was_loaded(llm, proven=isinstance(state, StoredState))
+
+
+class StoredState(LlamaState):
+    """A `LlamaState` that is read from the store when something looks at more than its tokens.
+
+    `Llama.load_state` reads `n_tokens` before it changes anything; whatever can fail happens there, as a KeyError.
+    `input_ids` is as long as the model's n_ctx, -1 beyond the state's end; `scores` is zeros of shape (1, n_vocab),
+    because logits are never stored; `seed` is the model's own, so that restored chats don't all sample alike.
+    """
+
+    def __init__(self, llm: Any, cache: PrefixCache, match: Match, tokens: npt.NDArray[np.int32]) -> None:
+        self._cache = cache
+        self._match = match
+        self._tokens = tokens
+        self._arch = str(llm.metadata.get("general.architecture", ""))
+        self._n_vocab = llm.n_vocab()
+        self._state: bytes | None = None
+        self.seed = llm._seed
+        self.input_ids: npt.NDArray[np.int32] = np.full(llm.input_ids.shape, -1, np.int32)
+        self.input_ids[: len(tokens)] = tokens
+
+    def _assembled(self) -> bytes:
+        if self._state is None:
+            try:
+                restored = self._cache.restore(self._match, self._tokens, form=Form.WHOLE, arch=self._arch)
+            except KvkeepError as error:
+                raise KeyError(f"the stored state can't be read: {error}") from error
+            if restored.length != len(self._tokens):
+                raise KeyError(f"the stored state is damaged: {restored.detail}")
+            self._state = restored.state.tobytes()
+        return self._state
+
+    @property
+    def n_tokens(self) -> int:  # type: ignore[override]  # an attribute there
+        self._assembled()
+        return len(self._tokens)
+
+    @property
+    def scores(self) -> npt.NDArray[np.float32]:  # type: ignore[override]  # an attribute there
+        return np.zeros((1, self._n_vocab), np.float32)
+
+    @property
+    def llama_state(self) -> bytes:  # type: ignore[override]  # an attribute there
+        return self._assembled()
+
+    @property
+    def llama_state_size(self) -> int:  # type: ignore[override]  # an attribute there
+        return len(self._assembled())

@@ -1,0 +1,77 @@
+"""Which entries go when the byte budget is full: leaves first, least recently used first."""
+
+from collections.abc import Collection
+
+from kvkeep.store import checkpoints, nodes
+from kvkeep.store.blobs import PAGE_BYTES
+from kvkeep.store.entry import Entry
+from kvkeep.store.errors import TooLarge
+from kvkeep.store.hashing import PrefixHash
+from kvkeep.store.nodes import Node
+from kvkeep.store.repository import Writing
+
+# The map is filled to here; the rest is headroom for two write batches, because LMDB can use a freed page again only
+# two transactions later.
+FILL = 0.8
+# Evicted in batches: one commit each, and each commit waits for the disk.
+_BATCH = 64
+
+
+def footprint(stored_bytes: int) -> int:
+    """Bytes that a value takes in the map: whole pages, the first with a header of 16 bytes."""
+    return -(-(stored_bytes + 16) // PAGE_BYTES) * PAGE_BYTES
+
+
+def largest(writing: Writing) -> int:
+    """The most that blobs may take together."""
+    return int(writing.blobs.map_bytes * FILL)
+
+
+def make_room(writing: Writing, incoming: int, protect: Collection[PrefixHash] = ()) -> list[Entry]:
+    """Evict until `incoming` more bytes fit.
+
+    Args:
+        writing: the right to write.
+        incoming: footprint of what is about to be stored.
+        protect: keys that must stay, such as the parents of what is about to be stored.
+
+    Returns:
+        What was evicted.
+
+    Raises:
+        TooLarge: it doesn't fit even when everything else is gone. Nothing more than that was evicted for it.
+    """
+    limit = largest(writing)
+    if incoming > limit:
+        raise TooLarge(f"{incoming} bytes don't fit into the {limit} bytes that the budget leaves for blobs")
+    evicted: list[Entry] = []
+    while (surplus := writing.blobs.used_bytes + incoming - limit) > 0:
+        chosen = _choose(writing, surplus, protect)
+        if not chosen:
+            # Blobs without rows may hold the room: killed writers leave them.
+            if writing.sweep() == 0:
+                raise TooLarge(f"{incoming} bytes don't fit beside what is protected, in {limit} bytes for blobs")
+            continue
+        writing.remove(chosen)
+        evicted += chosen
+    return evicted
+
+
+def _choose(writing: Writing, surplus: int, protect: Collection[PrefixHash]) -> list[Entry]:
+    with writing.index.read() as connection:
+        leaves = nodes.oldest_leaves(connection, _BATCH + len(protect))
+        points = checkpoints.oldest(connection, _BATCH)
+    candidates: list[Entry] = [*leaves, *points]
+    candidates.sort(key=lambda entry: entry.used)
+    chosen: list[Entry] = []
+    for entry in candidates:
+        if surplus <= 0 or len(chosen) == _BATCH:
+            break
+        if _key(entry) not in protect:
+            chosen.append(entry)
+            surplus -= footprint(entry.stored_bytes)
+    return chosen
+
+
+def _key(entry: Entry) -> PrefixHash:
+    return entry.key if isinstance(entry, Node) else entry.prefix

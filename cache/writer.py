@@ -1,0 +1,153 @@
+"""The background writer: takes copies of states and stores them when nobody needs the processor."""
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeep.cache.priority import become_idle
+from kvkeep.store.errors import StoreClosed
+
+# Copies that may wait. One long chat of a 7B model has 1 to 4 GB, and beside a busy generation the writer gets nothing,
+# so this is what the person may lose in memory. A single larger copy is taken all the same, alone.
+MAX_WAITING_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Something to be stored.
+
+    Attributes:
+        run: does it; may raise, which is reported and ends only this job.
+        tokens: what the state was decoded from, int32; empty for jobs without a state.
+        size: bytes that the job keeps alive.
+    """
+
+    run: Callable[[], None]
+    tokens: npt.NDArray[np.int32]
+    size: int
+
+    def continues(self, other: "Job") -> bool:
+        """Whether this is a later state of the same chat, which makes `other` superfluous."""
+        length = len(other.tokens)
+        return 0 < length <= len(self.tokens) and np.array_equal(self.tokens[:length], other.tokens)
+
+
+class Writer:
+    """A thread at idle priority with a bounded queue.
+
+    Args:
+        failed: called with every exception of a job.
+        dropped: called for every job that is given up because too much waits.
+        max_waiting_bytes: bound of the queue.
+    """
+
+    def __init__(
+        self,
+        failed: Callable[[BaseException], None],
+        dropped: Callable[[], None],
+        *,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+    ) -> None:
+        self._failed = failed
+        self._dropped = dropped
+        self._max_waiting_bytes = max_waiting_bytes
+        self._jobs: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._running = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="kvkeep-writer", daemon=True)
+        self._thread.start()
+        _writers.add(self)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Waiting jobs that it makes superfluous go; the oldest go if too much waits.
+
+        Raises:
+            StoreClosed: after `close`.
+        """
+        with self._changed:
+            if self._closed:
+                raise StoreClosed("the writer is closed")
+            self._jobs = deque(waiting for waiting in self._jobs if not job.continues(waiting))
+            while self._jobs and self._waiting_bytes() + job.size > self._max_waiting_bytes:
+                self._jobs.popleft()
+                self._dropped()
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def _waiting_bytes(self) -> int:
+        return sum(job.size for job in self._jobs)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that aren't done yet."""
+        with self._changed:
+            return len(self._jobs) + self._running
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Return when everything submitted so far is stored. Returns False if `timeout` seconds weren't enough.
+
+        Works off the queue in the calling thread: the writer's own thread may be starved at its idle priority, and an
+        unprivileged process can't lift it.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while deadline is None or time.monotonic() < deadline:
+            job = self._take(wait=False)
+            if job is None:
+                break
+            self._do(job)
+        with self._changed:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            return self._changed.wait_for(lambda: not self._jobs and not self._running, left)
+
+    def close(self) -> None:
+        """Store everything that waits, then end the thread. Safe to call twice."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self.flush()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        _writers.discard(self)
+
+    def _take(self, *, wait: bool) -> Job | None:
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._jobs or self._closed)
+            if not self._jobs:
+                return None
+            self._running += 1
+            return self._jobs.popleft()
+
+    def _do(self, job: Job) -> None:
+        try:
+            job.run()
+        except Exception as error:  # noqa: BLE001 - reported by the owner: counted, and logged once a kind
+            self._failed(error)
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _loop(self) -> None:
+        become_idle()
+        while (job := self._take(wait=True)) is not None:
+            self._do(job)
+            del job  # a state of gigabytes must not live until the next one comes
+
+
+# Kept alive until they are closed: a writer whose owner is gone still has to finish. Daemon threads still run while
+# exit handlers do, so what waits is stored at a normal end of the interpreter.
+_writers: set[Writer] = set()
+
+
+@atexit.register
+def _close_all() -> None:
+    for writer in list(_writers):
+        writer.close()

@@ -1,0 +1,6 @@
+"""Alembic's entry point. kvkeep hands it a connection with a running transaction; nothing else is supported."""
+
+from alembic import context
+
+context.configure(connection=context.config.attributes["connection"], transactional_ddl=False)
+context.run_migrations()

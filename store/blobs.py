@@ -1,0 +1,145 @@
+"""Content-addressed blobs in LMDB. The one home of the lmdb package.
+
+Knows names and values only: what a value means and who still needs it is decided above.
+"""
+
+import errno
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+
+from kvkeep.store.errors import DiskFull, MapFull, StoreError
+from kvkeep.store.hashing import BlobId
+
+DATA_FILE = "data.mdb"
+# An LMDB page. Values of kilobytes and more take whole pages of their own.
+PAGE_BYTES = 4096
+# Each open snapshot takes one; a busy machine has a few dozen. A slot of a dead process is given back by `reader_check`.
+MAX_READERS = 254
+
+
+class BlobReader:
+    """Blobs as they were when the snapshot was taken. Views are valid only until it ends."""
+
+    def __init__(self, txn: lmdb.Transaction) -> None:
+        self._txn = txn
+
+    def get(self, blob: BlobId) -> memoryview | None:
+        """The stored value, a view straight into the map, or None."""
+        value = self._txn.get(blob)
+        return None if value is None else memoryview(value)
+
+    def __contains__(self, blob: BlobId) -> bool:
+        return self._txn.get(blob) is not None
+
+    def ids(self) -> Iterator[BlobId]:
+        """Every name, in byte order."""
+        for key in self._txn.cursor().iternext(keys=True, values=False):
+            yield BlobId(bytes(key))
+
+
+class BlobStore:
+    """One LMDB environment. Open it once per process: LMDB forbids a second open of the same folder.
+
+    Args:
+        folder: created if missing.
+        map_bytes: the largest size that the data file may reach.
+    """
+
+    def __init__(self, folder: Path, map_bytes: int) -> None:
+        self.folder = folder
+        self.map_bytes = -(-map_bytes // PAGE_BYTES) * PAGE_BYTES
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._extend_to_map()
+        with _translated():
+            self._env = lmdb.open(
+                str(folder),
+                map_size=self.map_bytes,
+                max_readers=MAX_READERS,
+                mode=0o600,
+                # Read-ahead is off in LMDB's advice for data larger than memory; a restore reads whole values in a
+                # row, and a cold page cache is the case that people wait for, so it stays on.
+                readahead=True,
+                meminit=False,
+            )
+            self._env.reader_check()
+
+    def _extend_to_map(self) -> None:
+        """Make the file as long as the map, sparsely.
+
+        Touching a mapped page beyond the end of the file kills the process with SIGBUS. Sparse bytes cost no disk, and
+        what was cut off reads as zeros, which no hash accepts.
+        """
+        data = self.folder / DATA_FILE
+        if data.exists() and data.stat().st_size < self.map_bytes:
+            os.truncate(data, self.map_bytes)
+
+    @contextmanager
+    def read(self) -> Iterator[BlobReader]:
+        """A snapshot. Keep it short: as long as it lives, no deleted page can be used again."""
+        with _translated(), self._env.begin(buffers=True) as txn:
+            yield BlobReader(txn)
+
+    def put(self, blobs: Iterable[tuple[BlobId, bytes]]) -> None:
+        """Write blobs in one transaction, durable on return.
+
+        A name that is there already is written again: callers ask the index first, so this is rare, and it heals a
+        leftover whose bytes have rotted.
+
+        Raises:
+            MapFull, DiskFull: nothing of this call was written.
+        """
+        with _translated(), self._env.begin(write=True) as txn:
+            for name, value in blobs:
+                txn.put(name, value)
+
+    def delete(self, names: Iterable[BlobId]) -> None:
+        """Delete blobs in one transaction. Names that aren't there are passed over."""
+        with _translated(), self._env.begin(write=True) as txn:
+            for name in names:
+                txn.delete(name)
+
+    def settle(self) -> None:
+        """Commit nothing much, so that pages freed by the last deletion can be used by the next write.
+
+        LMDB reuses a freed page only two transactions later; without this, delete and then put is MapFull again.
+        """
+        with _translated(), self._env.begin(write=True) as txn:
+            txn.put(b"\0settle", b"")
+            txn.delete(b"\0settle")
+            self._env.reader_check()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of pages that hold live data, B-tree included: how full the map is."""
+        with _translated():
+            stat = self._env.stat()
+        return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * PAGE_BYTES
+
+    def __len__(self) -> int:
+        with _translated():
+            return int(self._env.stat()["entries"])
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the folder really occupies; a sparse file is longer than that."""
+        return sum(file.stat().st_blocks * 512 for file in self.folder.iterdir())
+
+    def close(self) -> None:
+        self._env.close()
+
+
+@contextmanager
+def _translated() -> Iterator[None]:
+    """LMDB's errors as ours. What is no capacity error stays recognisable by its text."""
+    try:
+        yield
+    except lmdb.MapFullError as error:
+        raise MapFull(f"the blobs' share of the byte budget is full: {error}") from error
+    except lmdb.Error as error:
+        if any(sign in str(error) for sign in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), os.strerror(errno.EFBIG))):
+            raise DiskFull(f"no room on the disk for the blobs: {error}") from error
+        raise StoreError(f"the blob store failed: {error}") from error

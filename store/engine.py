@@ -1,0 +1,169 @@
+"""The index's SQLite database: connections, transactions, errors and schema version. SQL itself lives with its nouns.
+
+sqlalchemy has its home in this package: here, in `schema`, and in the modules of the tables.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from sqlite3 import Connection as DriverConnection
+
+from sqlalchemy import URL, Connection, create_engine, event, exc, inspect, text
+from sqlalchemy.pool import ConnectionPoolEntry
+
+from kvkeep.store.errors import (
+    DiskFull,
+    IntegrityError,
+    KvkeepError,
+    MigrationFailed,
+    NotARoot,
+    StoreError,
+    StoreLocked,
+    TooNew,
+)
+from kvkeep.store.schema import REVISION
+
+# A writer here waits this long for another process's commit; writers are serialised by `writer.lock` anyway.
+BUSY_SECONDS = 5.0
+_WRITE = "kvkeep_write"
+
+_PRAGMAS = (
+    # Must come before the first table: it can't be changed later without rewriting the file.
+    "PRAGMA auto_vacuum=INCREMENTAL",
+    "PRAGMA journal_mode=WAL",
+    # A power cut may lose the last commits, never corrupt: each lost row is a miss, and its blob garbage.
+    "PRAGMA synchronous=NORMAL",
+    "PRAGMA foreign_keys=ON",
+    # The WAL counts against the byte budget; without a limit it keeps its largest size for good.
+    f"PRAGMA journal_size_limit={4 << 20}",
+    f"PRAGMA busy_timeout={int(BUSY_SECONDS * 1000)}",
+)
+
+
+class Index:
+    """The database file. Threads may share it: each transaction takes a connection of its own from the pool."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        _create_private(path)
+        self._engine = create_engine(URL.create("sqlite", database=str(path)))
+        event.listen(self._engine, "connect", _configure)
+        event.listen(self._engine, "begin", _begin)
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """One consistent view, for as long as the block runs. Never waits for a writer."""
+        with translated(), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """One transaction, committed at the end of the block, rolled back by an exception.
+
+        BEGIN IMMEDIATE, because a transaction that begins as a reader and then writes gets "database is locked" at
+        once, whatever the busy timeout.
+        """
+        with translated(), self._engine.connect().execution_options(**{_WRITE: True}) as connection, connection.begin():
+            yield connection
+
+    def revision(self) -> str | None:
+        """The schema's revision, or None in an empty database."""
+        with self.read() as connection:
+            if not inspect(connection).has_table("alembic_version"):
+                return None
+            found: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+            return found
+
+    def is_current(self) -> bool:
+        """Whether the schema is this version's.
+
+        Raises:
+            TooNew: it is of a version that this one doesn't know.
+        """
+        found = self.revision()
+        if found == REVISION:
+            return True
+        if found is not None and found not in _known_revisions():
+            raise TooNew(
+                f"{self.path} has schema {found}, which is newer than schema {REVISION} of this kvkeep: update kvkeep, "
+                "or name another folder"
+            )
+        return False
+
+    def upgrade(self) -> None:
+        """Bring the schema to this version's, in one transaction. The caller holds the root's lock alone.
+
+        Raises:
+            MigrationFailed: the old schema is unchanged.
+        """
+        from kvkeep.migrations.upgrade import upgrade  # alembic takes 0.2 s to import, and is rarely needed
+
+        try:
+            with self.write() as connection:
+                upgrade(connection)
+        except KvkeepError:
+            raise
+        except Exception as error:
+            raise MigrationFailed(f"{self.path} couldn't be brought to schema {REVISION}: {error}") from error
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the database with its write-ahead log."""
+        files = (self.path, self.path.with_name(self.path.name + "-wal"), self.path.with_name(self.path.name + "-shm"))
+        return sum(file.stat().st_blocks * 512 for file in files if file.exists())
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+
+def _known_revisions() -> list[str]:
+    from kvkeep.migrations.upgrade import revisions
+
+    return revisions()
+
+
+def _create_private(path: Path) -> None:
+    """Create the file with mode 0600 before SQLite does with the umask's; WAL and SHM files inherit it."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
+    except FileExistsError:
+        # Left unopened: closing any descriptor of a database that this process has open drops all its POSIX locks.
+        pass
+    except OSError as error:
+        raise NotARoot(f"{path} can't be created: {error.strerror}") from error
+
+
+def _configure(connection: DriverConnection, _record: ConnectionPoolEntry) -> None:
+    # The driver's own transactions begin too late and as readers; we emit BEGIN ourselves.
+    connection.isolation_level = None
+    for pragma in _PRAGMAS:
+        connection.execute(pragma)
+
+
+def _begin(connection: Connection) -> None:
+    how = "BEGIN IMMEDIATE" if connection.get_execution_options().get(_WRITE) else "BEGIN"
+    connection.exec_driver_sql(how)
+
+
+# What SQLite says, and what it is to us. Looked for in its message: the driver's classes are too coarse.
+_MEANINGS: tuple[tuple[str, type[KvkeepError]], ...] = (
+    ("database is locked", StoreLocked),
+    ("disk is full", DiskFull),
+    ("disk I/O error", DiskFull),
+    ("file is not a database", IntegrityError),
+    ("malformed", IntegrityError),
+    ("readonly database", NotARoot),
+    ("unable to open database file", NotARoot),
+)
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """SQLite's errors as ours."""
+    try:
+        yield
+    except exc.SQLAlchemyError as error:
+        said = str(getattr(error, "orig", error))
+        kind = next((kind for sign, kind in _MEANINGS if sign in said), StoreError)
+        raise kind(f"the index failed: {said}") from error

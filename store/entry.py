@@ -1,0 +1,6 @@
+"""An entry: whatever has a row that names a blob."""
+
+from kvkeep.store.checkpoints import Checkpoint
+from kvkeep.store.nodes import Node
+
+Entry = Node | Checkpoint

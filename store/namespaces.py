@@ -1,0 +1,137 @@
+"""Rows of `namespace`: one fingerprint each, with what was measured for it."""
+
+import json
+import time
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, RowMapping, func, insert, select, update
+
+from kvkeep.store.hashing import Fingerprint
+from kvkeep.store.schema import checkpoint, namespace, node
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """States that may stand in for each other.
+
+    Attributes:
+        id: row id.
+        fingerprint: see `kvkeep.cache.fingerprint`.
+        label: the model's own name, for people.
+        block_tokens: tokens of one block, fixed for the namespace's life.
+        prefill_rate: tokens a second, as last measured; None before the first measurement.
+        restore_rate: bytes a second, likewise.
+    """
+
+    id: int
+    fingerprint: Fingerprint
+    label: str
+    block_tokens: int
+    prefill_rate: float | None
+    restore_rate: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What one namespace holds. Bytes are stored (compressed) and plain ones."""
+
+    fingerprint: Fingerprint
+    label: str
+    ingredients: dict[str, str]
+    blocks: int
+    tails: int
+    checkpoints: int
+    tokens: int
+    stored_bytes: int
+    plain_bytes: int
+    created: float
+    used: float
+
+
+def find(connection: Connection, fingerprint: Fingerprint) -> Namespace | None:
+    row = connection.execute(select(namespace).where(namespace.c.fingerprint == fingerprint)).mappings().first()
+    return _namespace(row) if row else None
+
+
+def add(
+    connection: Connection, fingerprint: Fingerprint, label: str, ingredients: dict[str, str], block_tokens: int
+) -> Namespace:
+    """The namespace of this fingerprint, created if missing."""
+    found = find(connection, fingerprint)
+    if found is not None:
+        return found
+    now = time.time()
+    connection.execute(
+        insert(namespace).values(
+            fingerprint=fingerprint,
+            label=label,
+            ingredients=json.dumps(ingredients),
+            block_tokens=block_tokens,
+            created=now,
+            used=now,
+        )
+    )
+    created = find(connection, fingerprint)
+    assert created is not None
+    return created
+
+
+def measured(connection: Connection, space: Namespace, prefill_rate: float | None, restore_rate: float | None) -> None:
+    """Remember how fast decoding and restoring were, for the next process."""
+    values: dict[str, float] = {"used": time.time()}
+    if prefill_rate is not None:
+        values["prefill_rate"] = prefill_rate
+    if restore_rate is not None:
+        values["restore_rate"] = restore_rate
+    connection.execute(update(namespace).where(namespace.c.id == space.id).values(values))
+
+
+def any_other(connection: Connection, fingerprint: Fingerprint) -> bool:
+    """Whether the store holds anything of another namespace."""
+    others = select(node.c.id).join(namespace).where(namespace.c.fingerprint != fingerprint).limit(1)
+    return connection.execute(others).first() is not None
+
+
+def usage(connection: Connection) -> list[Usage]:
+    """What every namespace holds, most recently used first."""
+    rows = connection.execute(select(namespace).order_by(namespace.c.used.desc())).mappings()
+    return [_usage(connection, row) for row in rows]
+
+
+def _usage(connection: Connection, row: RowMapping) -> Usage:
+    is_block = node.c.n_tokens == row["block_tokens"]
+    nodes = connection.execute(
+        select(
+            func.count(),
+            func.coalesce(func.sum(is_block), 0),
+            func.coalesce(func.sum(node.c.n_tokens), 0),
+            func.coalesce(func.sum(node.c.stored_bytes), 0),
+            func.coalesce(func.sum(node.c.plain_bytes), 0),
+        ).where(node.c.namespace_id == row["id"])
+    ).one()
+    points = connection.execute(
+        select(
+            func.count(),
+            func.coalesce(func.sum(checkpoint.c.stored_bytes), 0),
+            func.coalesce(func.sum(checkpoint.c.plain_bytes), 0),
+        ).where(checkpoint.c.namespace_id == row["id"])
+    ).one()
+    return Usage(
+        fingerprint=Fingerprint(row["fingerprint"]),
+        label=row["label"],
+        ingredients=json.loads(row["ingredients"]),
+        blocks=int(nodes[1]),
+        tails=int(nodes[0] - nodes[1]),
+        checkpoints=int(points[0]),
+        tokens=int(nodes[2]),
+        stored_bytes=int(nodes[3] + points[1]),
+        plain_bytes=int(nodes[4] + points[2]),
+        created=row["created"],
+        used=row["used"],
+    )
+
+
+def _namespace(row: RowMapping) -> Namespace:
+    return Namespace(
+        row["id"], Fingerprint(row["fingerprint"]), row["label"], row["block_tokens"], row["prefill_rate"], row["restore_rate"]
+    )

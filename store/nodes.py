@@ -1,0 +1,128 @@
+"""Rows of `node`: the radix index. One row per stored run of tokens, a full block or a piece of a tail."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, exists, select
+
+from kvkeep.store.frame import TOKEN_BYTES
+from kvkeep.store.hashing import BlobId, PrefixHash
+from kvkeep.store.schema import MANY, node
+
+
+@dataclass(frozen=True, slots=True)
+class NewNode:
+    """A node to be added.
+
+    Attributes:
+        key: prefix hash after its last token.
+        parent: prefix hash before its first token.
+        anchor: prefix hash at the block border at or below its first token.
+        path: tokens from the anchor through its last token, little-endian int32. A full block's path is its tokens.
+        start: position of its first token.
+        n_tokens: its own tokens, the last ones of `path`.
+        blob: the frame that holds its keys and values.
+        stored_bytes, plain_bytes: bytes of the stored value and of the plain frame.
+    """
+
+    key: PrefixHash
+    parent: PrefixHash
+    anchor: PrefixHash
+    path: bytes
+    start: int
+    n_tokens: int
+    blob: BlobId
+    stored_bytes: int
+    plain_bytes: int
+
+    @property
+    def tokens(self) -> bytes:
+        """Its own tokens."""
+        return self.path[len(self.path) - self.n_tokens * TOKEN_BYTES :]
+
+
+@dataclass(frozen=True, slots=True)
+class Node(NewNode):
+    """A node as the index holds it."""
+
+    id: int
+    namespace_id: int
+    used: float
+
+
+_FIELDS = (
+    node.c.key,
+    node.c.parent,
+    node.c.anchor,
+    node.c.path,
+    node.c.start,
+    node.c.n_tokens,
+    node.c.blob,
+    node.c.stored_bytes,
+    node.c.plain_bytes,
+    node.c.id,
+    node.c.namespace_id,
+    node.c.used,
+)
+# Statements are built once: building one costs as much as running it.
+_BY_KEYS = select(*_FIELDS).where(node.c.key.in_(bindparam("keys", expanding=True)))
+_BELOW = (
+    select(*_FIELDS)
+    .where(node.c.anchor == bindparam("anchor"), node.c.path <= bindparam("path"))
+    .order_by(node.c.path.desc())
+    .limit(1)
+)
+_ABOVE = (
+    select(*_FIELDS).where(node.c.anchor == bindparam("anchor"), node.c.path > bindparam("path")).order_by(node.c.path).limit(1)
+)
+_SLOT = select(*_FIELDS).where(node.c.anchor == bindparam("anchor")).order_by(node.c.path)
+_child = node.alias("child")
+_IS_LEAF = ~exists().where(_child.c.parent == node.c.key)
+_OLD_LEAVES = select(*_FIELDS).where(_IS_LEAF).order_by(node.c.used, node.c.start.desc()).limit(bindparam("count"))
+
+
+def by_keys(connection: Connection, keys: Sequence[PrefixHash]) -> dict[PrefixHash, Node]:
+    """Those of `keys` that are stored."""
+    found: dict[PrefixHash, Node] = {}
+    for first in range(0, len(keys), MANY):
+        for row in connection.execute(_BY_KEYS, {"keys": keys[first : first + MANY]}):
+            found[row.key] = _node(row)
+    return found
+
+
+def neighbours(connection: Connection, anchor: PrefixHash, path: bytes) -> list[Node]:
+    """The nodes at this anchor just at or below `path` and just above it, in byte order.
+
+    In an ordered set of strings the one that shares the longest prefix with a given string stands next to it, so one
+    of these shares the most tokens with `path`.
+    """
+    values = {"anchor": anchor, "path": path}
+    rows = (connection.execute(statement, values).first() for statement in (_BELOW, _ABOVE))
+    return [_node(row) for row in rows if row is not None]
+
+
+def slot(connection: Connection, anchor: PrefixHash) -> list[Node]:
+    """Every node at this anchor, in byte order of their paths."""
+    return [_node(row) for row in connection.execute(_SLOT, {"anchor": anchor})]
+
+
+def has_children(connection: Connection, key: PrefixHash, besides: Sequence[int] = ()) -> bool:
+    """Whether any node stands on this one, but for those with the ids `besides`."""
+    children = select(node.c.id).where(node.c.parent == key, node.c.id.not_in(besides)).limit(1)
+    return connection.execute(children).first() is not None
+
+
+def oldest_leaves(connection: Connection, count: int) -> list[Node]:
+    """Nodes on which no other stands, least recently used first."""
+    return [_node(row) for row in connection.execute(_OLD_LEAVES, {"count": count})]
+
+
+def every(connection: Connection) -> Iterable[Node]:
+    """All nodes, parents before children."""
+    for row in connection.execute(select(*_FIELDS).order_by(node.c.namespace_id, node.c.start)):
+        yield _node(row)
+
+
+def _node(row: Sequence[Any]) -> Node:
+    return Node(*row)

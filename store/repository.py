@@ -1,0 +1,263 @@
+"""Blobs and rows kept in step. Every ordering rule of the store is in this file:
+
+    saving      blob committed, then the row that names it
+    deleting    row committed, then the blob
+    reading     row, then blob
+
+A blob without a row is garbage, swept later; a row without a blob is a miss. `writer.lock` is held from the look-up
+of what exists to the commit of the rows, so that no saver skips a blob that an evictor is about to delete.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from sqlalchemy import Connection
+
+from kvkeep.store import rows, settings
+from kvkeep.store.blobs import BlobReader, BlobStore
+from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
+from kvkeep.store.engine import Index
+from kvkeep.store.entry import Entry
+from kvkeep.store.errors import MapFull, NotARoot, StoreClosed, UsageError
+from kvkeep.store.hashing import BlobId
+from kvkeep.store.locks import SharedLock, exclusive
+from kvkeep.store.nodes import NewNode, Node
+from kvkeep.store.schema import checkpoint as checkpoint_table
+from kvkeep.store.schema import node as node_table
+from kvkeep.store.verify import is_sound
+
+INDEX_FILE = "index.sqlite3"
+ROOT_LOCK = "lock"
+WRITER_LOCK = "writer.lock"
+
+DEFAULT_CAPACITY = 4 << 30
+# LMDB needs a few pages per transaction, SQLite's write-ahead log alone may take 4 MiB.
+MIN_CAPACITY = 16 << 20
+# The blobs' share of the budget; the rest is for the index (about 1 KB a block) and its write-ahead log.
+BLOB_SHARE = 7 / 8
+
+# How long an open waits for another process's schema migration.
+OPEN_SECONDS = 10.0
+# A save that can't get the writer's lock in this time is dropped and counted.
+WRITE_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class NewEntry:
+    """A row to be, with the value that its blob will have."""
+
+    row: NewNode | NewCheckpoint
+    value: bytes
+
+
+class Snapshot:
+    """Rows and blobs for reading. The rows were read first, so a blob that they name may be gone: that is a miss."""
+
+    def __init__(self, connection: Connection, blobs: BlobReader) -> None:
+        self.connection = connection
+        self.blobs = blobs
+
+
+class Writing:
+    """The right to write, for as long as a `with repository.writing()` block runs."""
+
+    def __init__(self, index: Index, blobs: BlobStore) -> None:
+        self.index = index
+        self.blobs = blobs
+
+    def add(self, namespace_id: int, entries: Sequence[NewEntry], replacing: Sequence[Entry] = ()) -> None:
+        """Store entries, parents before children, and remove those that they make superfluous.
+
+        Raises:
+            MapFull, DiskFull: nothing of this call was stored.
+        """
+        self.blobs.put((entry.row.blob, entry.value) for entry in entries)
+        with self.index.write() as connection:
+            new = [entry.row for entry in entries]
+            rows.add(connection, node_table, namespace_id, (row for row in new if isinstance(row, NewNode)))
+            rows.add(connection, checkpoint_table, namespace_id, (row for row in new if isinstance(row, NewCheckpoint)))
+            orphans = _forget(connection, replacing)
+        self._delete(orphans)
+
+    def remove(self, entries: Sequence[Entry]) -> None:
+        """Remove entries, and the blobs that no other row names."""
+        with self.index.write() as connection:
+            orphans = _forget(connection, entries)
+        self._delete(orphans)
+
+    def remove_damaged(self, entries: Sequence[Entry]) -> int:
+        """Remove those of `entries` that are still there and still don't verify. Returns how many were removed.
+
+        Looked at again under the lock: another process may have removed and rewritten them meanwhile.
+        """
+        with self.index.read() as connection, self.blobs.read() as reader:
+            present = [entry for entry in entries if rows.is_there(connection, entry)]
+            damaged = [entry for entry in present if not is_sound(reader.get(entry.blob), entry)]
+        self.remove(damaged)
+        return len(damaged)
+
+    def sweep(self) -> int:
+        """Delete blobs that no row names; killed writers leave them. Returns their number."""
+        with self.index.read() as connection:
+            named = rows.all_named(connection)
+        with self.blobs.read() as reader:
+            orphans = [name for name in reader.ids() if name not in named]
+        self._delete(orphans)
+        return len(orphans)
+
+    def _delete(self, names: Sequence[BlobId]) -> None:
+        if not names:
+            return
+        try:
+            self.blobs.delete(names)
+        except MapFull:
+            # A really full map can't even delete. The blobs are garbage now, and the next sweep takes them.
+            self.blobs.settle()
+            self.blobs.delete(names)
+
+
+def _forget(connection: Connection, entries: Sequence[Entry]) -> list[BlobId]:
+    """Delete rows; the names of the blobs that nothing names any more."""
+    rows.remove(connection, node_table, [entry.id for entry in entries if isinstance(entry, Node)])
+    rows.remove(connection, checkpoint_table, [entry.id for entry in entries if isinstance(entry, Checkpoint)])
+    names = list({entry.blob for entry in entries})
+    still = rows.named(connection, names)
+    return [name for name in names if name not in still]
+
+
+class Repository:
+    """One root folder, open in this process.
+
+    Use `open_root`, which gives everyone in the process the same one.
+
+    Raises:
+        NotARoot: the path is a file, or can't be created or written.
+        TooNew: a newer kvkeep wrote it.
+        StoreLocked: another process is migrating it, and didn't finish in time.
+    """
+
+    def __init__(self, path: Path, capacity_bytes: int | None = None) -> None:
+        self.path = path
+        self._pid = os.getpid()
+        self._touched: dict[tuple[str, int], None] = {}
+        self._touching = threading.Lock()
+        _make_private(path)
+        self._lock = SharedLock(path / ROOT_LOCK)
+        self._lock.share(OPEN_SECONDS)
+        try:
+            self.index = Index(path / INDEX_FILE)
+            self._bring_up_to_date()
+            self.capacity_bytes = self._agree_on_capacity(capacity_bytes)
+            with self.index.read() as connection:
+                generation = settings.get(connection, settings.GENERATION, 1)
+            self.blobs = BlobStore(path / f"blobs-{generation}", int(self.capacity_bytes * BLOB_SHARE))
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _bring_up_to_date(self) -> None:
+        if self.index.is_current():
+            return
+        self._lock.exclude(OPEN_SECONDS)
+        # Somebody else may have done it while we waited.
+        if not self.index.is_current():
+            self.index.upgrade()
+        self._lock.share(OPEN_SECONDS)
+
+    def _agree_on_capacity(self, wanted: int | None) -> int:
+        with self.index.read() as connection:
+            known = settings.get(connection, settings.CAPACITY_BYTES, 0)
+        if wanted is None:
+            return known or DEFAULT_CAPACITY
+        if wanted != known:
+            with self.index.write() as connection:
+                settings.put(connection, settings.CAPACITY_BYTES, wanted)
+        return wanted
+
+    @contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Read rows, then blobs."""
+        self._check_open()
+        with self.index.read() as connection, self.blobs.read() as blobs:
+            yield Snapshot(connection, blobs)
+
+    @contextmanager
+    def rows(self) -> Iterator[Connection]:
+        """Read rows only."""
+        self._check_open()
+        with self.index.read() as connection:
+            yield connection
+
+    @contextmanager
+    def writing(self, timeout: float = WRITE_SECONDS) -> Iterator[Writing]:
+        """Write alone among all processes.
+
+        Raises:
+            StoreLocked: another writer didn't finish within `timeout` seconds.
+        """
+        self._check_open()
+        with exclusive(self.path / WRITER_LOCK, timeout):
+            yield Writing(self.index, self.blobs)
+
+    def touch(self, entries: Iterable[Entry]) -> None:
+        """Note that entries were used. Written by `flush_touched`, because readers never write."""
+        with self._touching:
+            for entry in entries:
+                table = node_table if isinstance(entry, Node) else checkpoint_table
+                self._touched[(table.name, entry.id)] = None
+
+    def flush_touched(self) -> None:
+        """Write down what was used. Losing it costs an eviction in the wrong order, nothing else."""
+        with self._touching:
+            touched, self._touched = self._touched, {}
+        if not touched:
+            return
+        now = time.time()
+        with self.index.write() as connection:
+            for table in rows.TABLES:
+                rows.touch(connection, table, (row for name, row in touched if name == table.name), now)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that the root occupies on disk: blobs, index, write-ahead log."""
+        return self.blobs.disk_bytes + self.index.disk_bytes
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise StoreClosed(f"{self.path} was opened before a fork: open it again in this process")
+        if self._lock is None:
+            raise StoreClosed(f"{self.path} is closed")
+
+    def close(self) -> None:
+        self.blobs.close()
+        self.index.close()
+        self._lock.release()
+
+
+def _make_private(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, mode=0o700, exist_ok=True)
+    except FileExistsError as error:
+        raise NotARoot(f"{path} is a file; a folder is needed") from error
+    except OSError as error:
+        raise NotARoot(f"{path} can't be created: {error.strerror}") from error
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise NotARoot(f"{path} can't be read and written by this user")
+
+
+def valid_capacity(capacity_bytes: int) -> int:
+    """A byte budget that makes sense.
+
+    Raises:
+        UsageError: no whole number, or too small.
+    """
+    if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int):
+        raise UsageError(f"capacity_bytes is a whole number of bytes, not {capacity_bytes!r}")
+    if capacity_bytes < MIN_CAPACITY:
+        raise UsageError(f"capacity_bytes is {capacity_bytes}; at least {MIN_CAPACITY} (16 MiB) are needed")
+    return capacity_bytes

@@ -1,0 +1,76 @@
+"""What rows of `node` and `checkpoint` have in common: a namespace, a blob, sizes and recency."""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sqlalchemy import Connection, Table, bindparam, delete, insert, select, update
+
+from kvkeep.store.entry import Entry
+from kvkeep.store.hashing import BlobId
+from kvkeep.store.nodes import Node
+from kvkeep.store.schema import MANY, checkpoint, node
+
+TABLES: tuple[Table, ...] = (node, checkpoint)
+
+_TOUCH = {
+    table.name: update(table).where(table.c.id == bindparam("row")).values(used=bindparam("now"), hits=table.c.hits + 1)
+    for table in TABLES
+}
+
+
+def add(connection: Connection, table: Table, namespace_id: int, entries: Iterable[Any]) -> None:
+    """Insert dataclasses whose fields are the table's columns."""
+    now = time.time()
+    rows: list[dict[str, Any]] = []
+    for entry in entries:
+        rows.append(asdict(entry) | {"namespace_id": namespace_id, "created": now, "used": now})
+    if rows:
+        connection.execute(insert(table), rows)
+
+
+def is_there(connection: Connection, entry: Entry) -> bool:
+    """Whether the row still is as it was read: ids are used again, so the blob is compared too."""
+    table = table_of(entry)
+    found = select(table.c.id).where(table.c.id == entry.id, table.c.blob == entry.blob)
+    return connection.execute(found).first() is not None
+
+
+def table_of(entry: Entry) -> Table:
+    return node if isinstance(entry, Node) else checkpoint
+
+
+def remove(connection: Connection, table: Table, ids: Sequence[int]) -> None:
+    for first in range(0, len(ids), MANY):
+        connection.execute(delete(table).where(table.c.id.in_(ids[first : first + MANY])))
+
+
+def touch(connection: Connection, table: Table, ids: Iterable[int], now: float) -> None:
+    """Refresh recency and count a hit. Ids that are gone are passed over."""
+    rows = [{"row": row, "now": now} for row in ids]
+    if rows:
+        connection.execute(_TOUCH[table.name], rows)
+
+
+def holds_any(connection: Connection, namespace_id: int) -> bool:
+    """Whether anything is stored for this namespace."""
+    return any(
+        connection.execute(select(table.c.id).where(table.c.namespace_id == namespace_id).limit(1)).first() is not None
+        for table in TABLES
+    )
+
+
+def named(connection: Connection, blobs: Sequence[BlobId]) -> set[BlobId]:
+    """Those of `blobs` that some row still names."""
+    found: set[BlobId] = set()
+    for table in TABLES:
+        for first in range(0, len(blobs), MANY):
+            chunk = blobs[first : first + MANY]
+            found.update(BlobId(name) for (name,) in connection.execute(select(table.c.blob).where(table.c.blob.in_(chunk))))
+    return found
+
+
+def all_named(connection: Connection) -> set[BlobId]:
+    """Every blob that some row names."""
+    return {BlobId(name) for table in TABLES for (name,) in connection.execute(select(table.c.blob))}

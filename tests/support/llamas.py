@@ -1,0 +1,98 @@
+"""Real llama.cpp contexts for tests: settings, logits, and states read straight from the C API."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+from llama_cpp import Llama
+
+F32, F16, Q4_0, Q8_0 = 0, 1, 2, 8
+_BYTES = ctypes.POINTER(ctypes.c_uint8)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A way to make a context."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# Quantised V exists only with flash attention.
+DENSE_SETTINGS = (
+    Setting("fa-off-f16"),
+    Setting("fa-off-f32", {"type_k": F32, "type_v": F32}),
+    Setting("fa-off-q8_0-k", {"type_k": Q8_0}),
+    Setting("fa-off-q4_0-k", {"type_k": Q4_0}),
+    Setting("fa-on-f16", {"flash_attn": True}),
+    Setting("fa-on-q8_0", {"flash_attn": True, "type_k": Q8_0, "type_v": Q8_0}),
+    Setting("fa-on-q4_0", {"flash_attn": True, "type_k": Q4_0, "type_v": Q4_0}),
+)
+
+
+def load(path: str, **options: Any) -> Llama:
+    """A quiet `Llama` with a small context."""
+    return Llama(path, **({"n_ctx": 1024, "n_batch": 128, "verbose": False, "seed": 1} | options))
+
+
+def random_tokens(count: int, seed: int = 0, n_vocab: int = 512) -> list[int]:
+    """Tokens that are no control tokens."""
+    return [int(token) for token in np.random.default_rng(seed).integers(3, n_vocab, count)]
+
+
+def logits(llm: Llama) -> npt.NDArray[np.float32]:
+    """Of the last decoded token, shape (n_vocab,). A copy."""
+    return np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(llm.n_vocab(),)).copy()
+
+
+def sequence_state(llm: Llama) -> npt.NDArray[np.uint8]:
+    """`llama_state_seq_get_data` of sequence 0."""
+    size = llama_cpp.llama_state_seq_get_size(llm.ctx, 0)
+    state = np.empty(size, np.uint8)
+    assert llama_cpp.llama_state_seq_get_data(llm.ctx, state.ctypes.data_as(_BYTES), size, 0) == size
+    return state
+
+
+def whole_state(llm: Llama) -> npt.NDArray[np.uint8]:
+    """`llama_state_get_data`."""
+    size = llama_cpp.llama_state_get_size(llm.ctx)
+    state = np.empty(size, np.uint8)
+    assert llama_cpp.llama_state_get_data(llm.ctx, state.ctypes.data_as(_BYTES), size) == size
+    return state
+
+
+def forget(llm: Llama) -> None:
+    """An empty context."""
+    llm.reset()
+    llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm.ctx), True)
+
+
+def n_decoded(llm: Llama) -> int:
+    """Tokens that llama.cpp itself says it has decoded since the context was made, or `perf_reset`."""
+    llama_cpp.llama_synchronize(llm.ctx)
+    perf = llama_cpp.llama_perf_context(llm.ctx)
+    return int(perf.n_p_eval + perf.n_eval)
+
+
+def generate(llm: Llama, prompt: Sequence[int], count: int) -> list[int]:
+    """`count` greedy tokens behind a prompt."""
+    stream = llm.generate(list(prompt), temp=0.0)
+    tokens = [next(stream) for _ in range(count)]
+    stream.close()
+    return tokens
+
+
+def first_logits(llm: Llama, prompt: Sequence[int]) -> npt.NDArray[np.float32]:
+    """The logits behind a prompt, through `generate` as a person's request would have them."""
+    stream = llm.generate(list(prompt), temp=0.0)
+    next(stream)
+    found = logits(llm)
+    stream.close()
+    return found
