@@ -51,6 +51,12 @@ class BreakEven:
         decode = self.decode_seconds(tokens)
         return decode is None or self.restore_seconds(n_bytes) < decode
 
+    def describe(self, tokens: int, n_bytes: int) -> str:
+        """The comparison in a sentence."""
+        decode = (self.decode_seconds(tokens) or 0.0) * 1e3
+        restore = self.restore_seconds(n_bytes) * 1e3
+        return f"decoding {tokens} tokens takes about {decode:.0f} ms, restoring about {restore:.0f} ms"
+
 
 def _blend(old: float | None, new: float) -> float:
     return new if old is None else (1 - _WEIGHT) * old + _WEIGHT * new

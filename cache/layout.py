@@ -238,13 +238,13 @@ class _Cursor:
         return value
 
 
-def parse(data: Any, form: Form, *, v_trans: bool, ext: bool) -> State:
+def parse(data: Any, form: Form, *, v_trans: bool | None, ext: bool) -> State:
     """Read the state of a plain-attention memory that holds one sequence. No copy is made.
 
     Args:
         data: the state's bytes, anything with the buffer protocol.
         form: whole context, or one sequence.
-        v_trans: whether the context stores values transposed (flash attention off).
+        v_trans: whether the context stores values transposed (flash attention off); None if only the bytes can tell.
         ext: whether its cells carry extensions (M-RoPE).
 
     Raises:
@@ -260,13 +260,13 @@ def parse(data: Any, form: Form, *, v_trans: bool, ext: bool) -> State:
     if n_cells == 0:
         raise UnknownLayout("the state holds no cells")
     positions, extensions = _cells(cursor, n_cells, ext)
-    sections, arrays = _tensors(cursor, n_cells, v_trans)
+    found_trans, sections, arrays = _tensors(cursor, n_cells, v_trans)
     if cursor.at != cursor.data.size:
         raise TruncatedState(f"the state has {cursor.data.size} bytes, plain attention ends at {cursor.at}")
     if ext:
         sections, arrays = [Section(Role.EXT, 0, 1, EXT_BYTES), *sections], [extensions, *arrays]
     n_layer = sum(section.role is Role.KEY for section in sections)
-    return State(Layout(v_trans, n_layer, ext, tuple(sections)), positions, tuple(arrays))
+    return State(Layout(found_trans, n_layer, ext, tuple(sections)), positions, tuple(arrays))
 
 
 def _skip_head(cursor: _Cursor, form: Form) -> None:
@@ -294,10 +294,10 @@ def _cells(cursor: _Cursor, n_cells: int, ext: bool) -> tuple[npt.NDArray[np.int
     return fields[:, 0], records[:, 8 : 8 + (size - 12)].reshape(1, n_cells, size - 12)
 
 
-def _tensors(cursor: _Cursor, n_cells: int, v_trans: bool) -> tuple[list[Section], list[Bytes]]:
+def _tensors(cursor: _Cursor, n_cells: int, v_trans: bool | None) -> tuple[bool, list[Section], list[Bytes]]:
     found_trans, n_layer = cursor.read(_DATA_HEAD)
-    if found_trans != v_trans:
-        raise UnknownLayout(f"the state says v_trans {found_trans}, the context's settings say {int(v_trans)}")
+    if found_trans not in (0, 1) or v_trans not in (None, bool(found_trans)):
+        raise UnknownLayout(f"the state says v_trans {found_trans}, the context's settings say {v_trans}")
     if not 0 < n_layer <= MAX_LAYERS:
         raise UnknownLayout(f"a model can't have {n_layer} attention layers")
     sections: list[Section] = []
@@ -313,13 +313,13 @@ def _tensors(cursor: _Cursor, n_cells: int, v_trans: bool) -> tuple[list[Section
         tensor(_section(Role.KEY, type_, 1, inner))
     # Values exist in all layers or in none (MLA keeps them inside the keys).
     for _ in range(n_layer if cursor.at < cursor.data.size else 0):
-        if v_trans:
+        if found_trans:
             type_, inner, outer = cursor.read(_COLUMNS)
             tensor(_section(Role.VALUE_COLUMNS, type_, outer, inner))
         else:
             type_, inner = cursor.read(_ROWS)
             tensor(_section(Role.VALUE_ROWS, type_, 1, inner))
-    return sections, arrays
+    return bool(found_trans), sections, arrays
 
 
 def blank(layout: Layout, n_cells: int, form: Form, arch: str = "") -> tuple[Bytes, State]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvkeep.store.checkpoints import Checkpoint
+from kvkeep.store.entry import Entry
 from kvkeep.store.nodes import Node
 
 
@@ -86,6 +87,12 @@ class Match:
         """Bytes to be read and verified to restore it."""
         whole = 0 if self.checkpoint is None else self.checkpoint.plain_bytes
         return whole + sum(node.plain_bytes for node, _ in self.plan)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Everything that restoring it reads."""
+        nodes: list[Entry] = [node for node, _ in self.plan]
+        return nodes if self.checkpoint is None else [*nodes, self.checkpoint]
 
     def __str__(self) -> str:
         head = f"{self.length} of {self.prompt_tokens} tokens from {self.source.value}"

@@ -37,7 +37,7 @@ class Identity:
         label: the model's own name, for people.
         ingredients: what went into the fingerprint, for people.
         kind: the model's memory.
-        v_trans: whether the context stores values transposed.
+        v_trans: whether the context stores values transposed; None if only the state can tell.
         ext: whether its cells carry extensions.
     """
 
@@ -45,7 +45,7 @@ class Identity:
     label: str
     ingredients: dict[str, str]
     kind: MemoryKind
-    v_trans: bool
+    v_trans: bool | None
     ext: bool
 
 
@@ -133,10 +133,7 @@ class PrefixCache:
         """
         with self.repository.snapshot() as snapshot:
             restored = self._assemble(snapshot, match, tokens, form, arch)
-        used: list[Entry] = [node for node, _ in match.plan]
-        if match.checkpoint is not None:
-            used.append(match.checkpoint)
-        self.repository.touch(entry for entry in used if entry not in restored.damaged)
+        self.repository.touch(entry for entry in match.entries if entry not in restored.damaged)
         return restored
 
     def _assemble(self, snapshot: Snapshot, match: Match, tokens: Tokens, form: Form, arch: str) -> Restored:

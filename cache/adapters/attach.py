@@ -124,7 +124,7 @@ class Attached(Handle):
         self._turn = 0
         self._generating = False
         # A model that goes takes its cache with it; what waits is stored first.
-        weakref.finalize(llm, _finish, self._session)
+        weakref.finalize(llm, self._session.close)
 
     def __enter__(self) -> "Attached":
         return self
@@ -160,11 +160,5 @@ class Attached(Handle):
         self._wrapping.original(llm, "reset")()
 
     def _load_state(self, llm: Any, state: Any) -> None:
-        try:
+        with self._session.loading(llm, proven=False):
             self._wrapping.original(llm, "load_state")(state)
-        finally:
-            self._session.was_loaded(llm, proven=False)
-
-
-def _finish(session: Session) -> None:
-    session.close()

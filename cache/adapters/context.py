@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.cache.layout import SEQ_ID, MemoryKind
-from kvkeep.store.errors import StateRefused
+from kvkeep.store.errors import StateRefused, StoreClosed
 
 _BYTE_POINTER = ctypes.POINTER(ctypes.c_uint8)
 Bytes = npt.NDArray[np.uint8]
@@ -28,11 +28,16 @@ class LiveContext:
         self.n_swa = int(llama_cpp.llama_model_n_swa(model))
         mrope = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
         self.ext = llama_cpp.llama_model_rope_type(model) in mrope
-        self.v_trans = llm.context_params.flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.v_trans = _v_trans(llm.context_params.flash_attn_type)
 
     @property
     def _ctx(self) -> Any:
-        return self._llm()._ctx.ctx  # type: ignore[union-attr]
+        llm = self._llm()
+        ctx = None if llm is None else llm._ctx.ctx
+        if ctx is None:
+            # A null pointer in a C call ends the process.
+            raise StoreClosed("the model is closed")
+        return ctx
 
     @property
     def _memory(self) -> Any:
@@ -75,9 +80,10 @@ class LiveContext:
                 f"a state of {length} tokens was taken, and the memory holds positions {self.pos_min()} to {self.pos_max()}"
             )
 
-    def clear(self) -> None:
-        """Forget everything, buffers included: after a refused state they may hold anything."""
-        llama_cpp.llama_memory_clear(self._memory, True)
+    def clear(self, *, buffers: bool) -> None:
+        """Forget everything; with `buffers` also overwrite what masked cells point to."""
+        if self.has_memory:
+            llama_cpp.llama_memory_clear(self._memory, buffers)
 
     def cut(self, length: int) -> bool:
         """Remove the positions from `length` on. False if this memory can't."""
@@ -104,10 +110,14 @@ class LiveContext:
 
     def pos_min(self) -> int:
         """The smallest position in the memory, -1 if it is empty."""
+        if not self.has_memory:
+            return -1
         return int(llama_cpp.llama_memory_seq_pos_min(self._memory, SEQ_ID))
 
     def pos_max(self) -> int:
         """The largest position in the memory, -1 if it is empty."""
+        if not self.has_memory:
+            return -1
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, SEQ_ID))
 
     def decoded_count(self) -> tuple[int, int]:
@@ -115,6 +125,13 @@ class LiveContext:
         llama_cpp.llama_synchronize(self._ctx)
         perf = llama_cpp.llama_perf_context(self._ctx)
         return int(perf.n_p_eval), int(perf.n_eval)
+
+
+def _v_trans(flash_attn_type: int) -> bool | None:
+    """Whether values are stored transposed: where flash attention is off. None if llama.cpp decides for itself."""
+    if flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_AUTO:
+        return None
+    return bool(flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED)
 
 
 def _kind(model: Any, memory: Any) -> MemoryKind:

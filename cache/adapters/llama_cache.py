@@ -74,7 +74,8 @@ class PersistentLlamaCache(Handle, BaseLlamaCache):
         """Restore the longest stored beginning of `key` into the model's context.
 
         Returns:
-            The state of those tokens. It is assembled only if something looks at more than its tokens.
+            The state of those tokens, at most all but the last one of `key`: one must be decoded for its logits. It is
+            assembled only if something looks at more than its tokens.
 
         Raises:
             KeyError: nothing of it is stored, it couldn't be restored, or decoding is quicker. The text says which.
@@ -85,8 +86,9 @@ class PersistentLlamaCache(Handle, BaseLlamaCache):
         cache = self._session.cache
         if match is None or cache is None:
             raise KeyError("nothing is stored for an empty key" if match is None else str(match))
-        stored = self._stored(cache, tokens)
-        if stored is None or (match.length == 0 and stored.length > 0):
+        # No longer than what the context holds now, or Llama would load it over that.
+        stored = self._stored(cache, tokens[: match.length])
+        if stored is None:
             raise KeyError(str(match))
         return StoredState(llm, cache, stored, np.asarray(tokens[: stored.length], np.int32))
 
@@ -130,10 +132,8 @@ class PersistentLlamaCache(Handle, BaseLlamaCache):
         self._wrapping.original(llm, "reset")()
 
     def _load_state(self, llm: Any, state: LlamaState) -> None:
-        try:
+        with self._session.loading(llm, proven=isinstance(state, StoredState)):
             self._wrapping.original(llm, "load_state")(state)
-        finally:
-            self._session.was_loaded(llm, proven=isinstance(state, StoredState))
 
 
 class StoredState(LlamaState):

@@ -1,0 +1,151 @@
+"""The live sequence: what a `Llama`'s context holds, which tokens that came from, and how it is changed.
+
+Everything that moves `n_tokens`, `input_ids`, llama.cpp's memory and the ledger does so here, so that the four always
+agree: after any of these calls `n_tokens` positions are in the memory, and `input_ids` shows their tokens.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvkeep.cache.adapters.context import LiveContext
+from kvkeep.cache.layout import Bytes, MemoryKind
+from kvkeep.cache.ledger import Ledger
+
+Tokens = npt.NDArray[np.int32]
+
+NO_TOKENS: Tokens = np.empty(0, np.int32)
+
+
+class LiveSequence:
+    """Sequence 0 of one `Llama`. The object itself is passed to each call, so that it isn't kept alive from here."""
+
+    def __init__(self, llm: Any) -> None:
+        self.context = LiveContext(llm)
+        self._ledger = Ledger(llm.n_ctx())
+        self._count = self.context.decoded_count()
+        if llm.n_tokens > 0:
+            # Decoded before anybody looked: fit to go on from, not to be saved.
+            self._ledger.set(llm.input_ids[: llm.n_tokens], proven=False)
+
+    def is_known(self, llm: Any) -> bool:
+        """Whether every position of the context came from a text token that was seen."""
+        return bool(len(self._ledger) >= llm.n_tokens)
+
+    def refresh(self, llm: Any) -> None:
+        """Look at what happened behind our back, and forget what no longer holds."""
+        self._notice_foreign_decodes()
+        if llm.input_ids.size < llm.n_ctx():
+            # A state of a smaller context was loaded by hand; a longer prompt would then end in a ValueError.
+            llm.input_ids = np.concatenate([llm.input_ids, np.full(llm.n_ctx() - llm.input_ids.size, -1, np.intc)])
+        if self.is_known(llm) and self.context.pos_max() < llm.n_tokens - 1:
+            # n_tokens promises more than the memory holds, as a refused load_state leaves it. (Positions of images are
+            # another matter: with M-RoPE many share one, so only text is held to this.)
+            self.empty(llm)
+        self._ledger.cut(llm.n_tokens)
+
+    def _notice_foreign_decodes(self) -> None:
+        """Forget what was known if anybody but `eval` has decoded since: an image, an embedding, the C API."""
+        count = self.context.decoded_count()
+        if count != self._count:
+            self._count = count
+            self._ledger.cut(0)
+
+    def usable_prefix(self, llm: Any, prompt: Tokens) -> int:
+        """How many tokens of the prompt the context can give: known, shared, and possible to cut back to.
+
+        At most all but the last one, which must be decoded for its logits.
+        """
+        shared = self._ledger.common(prompt, min(llm.n_tokens, len(prompt) - 1))
+        return shared if shared > 0 and self.context.can_cut_to(shared) else 0
+
+    def cut(self, llm: Any, length: int) -> None:
+        """Cut back to `length`. Done here and not by the stock `generate`, which doesn't check what it cuts into."""
+        if length == 0 or not self.context.cut(length):
+            self.empty(llm)
+            return
+        if length < llm.n_tokens:
+            llm._requires_eval = True
+        llm.n_tokens = length
+        self._ledger.cut(length)
+
+    def empty(self, llm: Any, *, buffers: bool = False) -> None:
+        """Hold nothing.
+
+        Args:
+            llm: the model.
+            buffers: clear what masked cells point to as well. Needed after a state that was taken only in part, and not
+                otherwise: it takes as long as writing all of n_ctx.
+        """
+        llm.n_tokens = 0
+        llm._requires_eval = True
+        self._ledger.cut(0)
+        # Recurrent states aren't masked but read, so there the buffers always go.
+        recurrent = self.context.kind not in (MemoryKind.ATTENTION, MemoryKind.WINDOW)
+        self.context.clear(buffers=buffers or recurrent)
+
+    def load(self, llm: Any, state: Bytes, tokens: Tokens) -> None:
+        """Hold a stored state instead.
+
+        Raises:
+            StateRefused: llama.cpp didn't take it; the context is empty now.
+        """
+        try:
+            self.context.load(state, len(tokens))
+            llm.input_ids[: len(tokens)] = tokens
+            llm.n_tokens = len(tokens)
+            llm._requires_eval = True
+            self._ledger.set(tokens, proven=True)
+        except BaseException:
+            # Interrupts too: nothing half loaded may stay.
+            self.empty(llm, buffers=True)
+            raise
+
+    @contextmanager
+    def observed(self, llm: Any, tokens: Sequence[int]) -> Iterator[list[float]]:
+        """Around the stock `eval`: note what it decoded, also if it fails half-way.
+
+        Yields:
+            A list that holds, afterwards, the number of tokens decoded and the seconds that took.
+        """
+        self._notice_foreign_decodes()
+        at = llm.n_tokens
+        outcome: list[float] = []
+        began = time.perf_counter()
+        try:
+            yield outcome
+        finally:
+            # Waits for the device, so the seconds are those of the work and not of its submission.
+            self._count = self.context.decoded_count()
+            done = max(0, llm.n_tokens - at)
+            self._ledger.extend(at, tokens[:done])
+            outcome += [done, time.perf_counter() - began]
+
+    def was_reset(self) -> None:
+        """`Llama.reset` was called."""
+        self._ledger.cut(0)
+
+    def was_loaded(self, llm: Any, *, proven: bool) -> None:
+        """`Llama.load_state` was called. Whose state that was, nobody knows, unless it was one of ours."""
+        self._ledger.set(llm.input_ids[: llm.n_tokens], proven=proven)
+
+    def keepable(self, llm: Any) -> Tokens:
+        """The context's tokens, if every position is known and the memory ends exactly behind the last one; else none.
+
+        A copy.
+        """
+        self._notice_foreign_decodes()
+        n_tokens = llm.n_tokens
+        known = self._ledger.proven and n_tokens > 0 and len(self._ledger) == n_tokens
+        if not known or not np.array_equal(self._ledger.tokens, llm.input_ids[:n_tokens]):
+            return NO_TOKENS
+        if self.context.kind is MemoryKind.ATTENTION and self.context.pos_max() >= n_tokens:
+            # An interrupt leaves the memory ahead of n_tokens.
+            self.context.cut(n_tokens)
+        if self.context.pos_max() != n_tokens - 1 or not self.context.can_go_on_from(n_tokens):
+            return NO_TOKENS
+        return self._ledger.tokens.copy()
