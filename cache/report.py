@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 from kvkeep.cache.match import Match, Source
@@ -109,6 +110,11 @@ class Reporter:
             logger.warning(message, *args)
         if cause is not None:
             logger.debug(message, *args, exc_info=cause)
+
+    def snapshot(self) -> Stats:
+        """A copy of the totals."""
+        with self._lock:
+            return deepcopy(self.stats)
 
     @contextmanager
     def border(self, what: str) -> Iterator[None]:

@@ -71,10 +71,11 @@ class BlobStore:
         """Make the file as long as the map, sparsely.
 
         Touching a mapped page beyond the end of the file kills the process with SIGBUS. Sparse bytes cost no disk, and
-        what was cut off reads as zeros, which no hash accepts.
+        what was cut off reads as zeros, which no hash accepts. An empty file is left as it is: its maker died before
+        the first page, and LMDB takes it as new, but zeros as somebody else's.
         """
         data = self.folder / DATA_FILE
-        if data.exists() and data.stat().st_size < self.map_bytes:
+        if data.exists() and 0 < data.stat().st_size < self.map_bytes:
             os.truncate(data, self.map_bytes)
 
     @contextmanager
@@ -132,6 +133,11 @@ class BlobStore:
         self._env.close()
 
 
+# What LMDB says when the disk is full. EIO too: it calls a write that fits only in part an I/O error, and that is how a
+# disk usually gets full.
+_NO_ROOM = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
+
+
 @contextmanager
 def _translated() -> Iterator[None]:
     """LMDB's errors as ours. What is no capacity error stays recognisable by its text."""
@@ -140,6 +146,6 @@ def _translated() -> Iterator[None]:
     except lmdb.MapFullError as error:
         raise MapFull(f"the blobs' share of the byte budget is full: {error}") from error
     except lmdb.Error as error:
-        if any(sign in str(error) for sign in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), os.strerror(errno.EFBIG))):
+        if any(sign in str(error) for sign in _NO_ROOM):
             raise DiskFull(f"no room on the disk for the blobs: {error}") from error
         raise StoreError(f"the blob store failed: {error}") from error

@@ -28,9 +28,10 @@ from kvkeep.store.schema import REVISION
 BUSY_SECONDS = 5.0
 _WRITE = "kvkeep_write"
 
+# Must come before the first table: it can't be changed later without rewriting the file. Said to an empty file only,
+# because it takes the writer's lock even where it changes nothing, and a reader must never wait for a writer.
+_FIRST_PRAGMA = "PRAGMA auto_vacuum=INCREMENTAL"
 _PRAGMAS = (
-    # Must come before the first table: it can't be changed later without rewriting the file.
-    "PRAGMA auto_vacuum=INCREMENTAL",
     "PRAGMA journal_mode=WAL",
     # A power cut may lose the last commits, never corrupt: each lost row is a miss, and its blob garbage.
     "PRAGMA synchronous=NORMAL",
@@ -116,6 +117,10 @@ class Index:
     def close(self) -> None:
         self._engine.dispose()
 
+    def abandon(self) -> None:
+        """In a forked child: forget the connections without closing them, for they are the parent's."""
+        self._engine.dispose(close=False)
+
 
 def _known_revisions() -> list[str]:
     from kvkeep.migrations.upgrade import revisions
@@ -137,13 +142,20 @@ def _create_private(path: Path) -> None:
 def _configure(connection: DriverConnection, _record: ConnectionPoolEntry) -> None:
     # The driver's own transactions begin too late and as readers; we emit BEGIN ourselves.
     connection.isolation_level = None
+    if connection.execute("PRAGMA page_count").fetchone() == (0,):
+        connection.execute(_FIRST_PRAGMA)
     for pragma in _PRAGMAS:
         connection.execute(pragma)
 
 
 def _begin(connection: Connection) -> None:
-    how = "BEGIN IMMEDIATE" if connection.get_execution_options().get(_WRITE) else "BEGIN"
-    connection.exec_driver_sql(how)
+    if connection.get_execution_options().get(_WRITE):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+    else:
+        connection.exec_driver_sql("BEGIN")
+        # A plain BEGIN takes no view of the database before its first SELECT: rows read later than the blobs beside
+        # them would name some that this snapshot of the blobs doesn't have.
+        connection.exec_driver_sql("SELECT 1 FROM sqlite_master LIMIT 1")
 
 
 # What SQLite says, and what it is to us. Looked for in its message: the driver's classes are too coarse.

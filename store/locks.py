@@ -4,8 +4,9 @@
 dead process leaves nothing locked.
 """
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import portalocker
@@ -64,6 +65,9 @@ def exclusive(path: Path, timeout: float) -> Iterator[None]:
 
 
 def _acquire(path: Path, how: portalocker.LockFlags, timeout: float) -> portalocker.Lock:
+    # Made here with the mode that we want; portalocker would leave it to the umask.
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
     lock = portalocker.Lock(
         path, mode="a", timeout=timeout, check_interval=_ASK_AGAIN, flags=how | portalocker.LockFlags.NON_BLOCKING
     )

@@ -13,6 +13,8 @@ from pathlib import Path
 from kvkeep.store.repository import Repository, valid_capacity
 
 _open: dict[Path, tuple[Repository, int]] = {}
+# Kept, because forgetting one would close its lock's file.
+_of_parents: list[Repository] = []
 _lock = threading.Lock()
 
 
@@ -21,6 +23,8 @@ def _forked_registry_is_empty() -> Iterator[None]:
     with _lock:
         for path, (repository, _) in list(_open.items()):
             if repository._pid != os.getpid():
+                repository.abandon()
+                _of_parents.append(repository)
                 del _open[path]
         yield
 

@@ -122,9 +122,13 @@ class Writing:
 
 
 def _forget(connection: Connection, entries: Sequence[Entry]) -> list[BlobId]:
-    """Delete rows; the names of the blobs that nothing names any more."""
-    rows.remove(connection, node_table, [entry.id for entry in entries if isinstance(entry, Node)])
-    rows.remove(connection, checkpoint_table, [entry.id for entry in entries if isinstance(entry, Checkpoint)])
+    """Delete rows; the names of the blobs that nothing names any more.
+
+    A row that went meanwhile is passed over: SQLite has given its id to another one by now.
+    """
+    present = [entry for entry in entries if rows.is_there(connection, entry)]
+    rows.remove(connection, node_table, [entry.id for entry in present if isinstance(entry, Node)])
+    rows.remove(connection, checkpoint_table, [entry.id for entry in present if isinstance(entry, Checkpoint)])
     names = list({entry.blob for entry in entries})
     still = rows.named(connection, names)
     return [name for name in names if name not in still]
@@ -144,6 +148,7 @@ class Repository:
     def __init__(self, path: Path, capacity_bytes: int | None = None) -> None:
         self.path = path
         self._pid = os.getpid()
+        self._closed = False
         self._touched: dict[tuple[str, int], None] = {}
         self._touching = threading.Lock()
         _make_private(path)
@@ -213,6 +218,7 @@ class Repository:
 
     def flush_touched(self) -> None:
         """Write down what was used. Losing it costs an eviction in the wrong order, nothing else."""
+        self._check_open()
         with self._touching:
             touched, self._touched = self._touched, {}
         if not touched:
@@ -230,13 +236,24 @@ class Repository:
     def _check_open(self) -> None:
         if self._pid != os.getpid():
             raise StoreClosed(f"{self.path} was opened before a fork: open it again in this process")
-        if self._lock is None:
+        if self._closed:
             raise StoreClosed(f"{self.path} is closed")
 
     def close(self) -> None:
+        self._closed = True
         self.blobs.close()
         self.index.close()
         self._lock.release()
+
+    def abandon(self) -> None:
+        """In a forked child: let go of what belongs to the parent, so that the root can be opened here.
+
+        The lock is neither released nor forgotten: both processes hold it through the same open file, and releasing it
+        here would release it there.
+        """
+        self._closed = True
+        self.blobs.close()
+        self.index.abandon()
 
 
 def _make_private(path: Path) -> None:

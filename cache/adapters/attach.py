@@ -4,10 +4,9 @@ import inspect
 import os
 import weakref
 from collections.abc import Generator, Sequence
-from copy import deepcopy
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from kvkeep.cache.adapters.session import Session
 from kvkeep.cache.adapters.wrapping import Wrapping
@@ -61,49 +60,8 @@ def session_options(
     return {"path": root, "capacity_bytes": valid_capacity(capacity_bytes), "break_even": break_even, "extra": identity}
 
 
-class Handle:
-    """What both ways in offer: look, flush, close. Usable in a `with` statement."""
-
-    _session: Session
-    _wrapping: Wrapping
-
-    @property
-    def last(self) -> Match | None:
-        """What the last request reused; None before the first."""
-        return self._session.last
-
-    @property
-    def path(self) -> Path | None:
-        """The cache folder, or None if it couldn't be opened."""
-        repository = self._session.repository
-        return None if repository is None else repository.path
-
-    def stats(self) -> Stats:
-        """Totals since the cache was attached. A copy."""
-        return deepcopy(self._session.reporter.stats)
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Store everything now. Returns False if `timeout` seconds weren't enough."""
-        return self._session.flush(timeout)
-
-    def detach(self) -> None:
-        """Leave the model as it was before. What waits is still stored."""
-        self._wrapping.undo()
-
-    def close(self) -> None:
-        """Flush, detach, and give the folder back. Safe to call twice."""
-        self._session.close()
-        self.detach()
-
-    def __enter__(self) -> "Handle":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
-
-class Attached(Handle):
-    """The handle that `attach` returns."""
+class Attachment:
+    """A session in front of a model's methods. What both ways in offer: look, flush, close; also in a `with` statement."""
 
     def __init__(self, llm: Any, options: dict[str, Any]) -> None:
         self._wrapping = Wrapping(
@@ -123,11 +81,49 @@ class Attached(Handle):
         self._signature = inspect.signature(type(llm).generate)
         self._turn = 0
         self._generating = False
+        self._handed_over = False
         # A model that goes takes its cache with it; what waits is stored first.
         weakref.finalize(llm, self._session.close)
 
-    def __enter__(self) -> "Attached":
+    @property
+    def last(self) -> Match | None:
+        """What the last request reused; None before the first."""
+        return self._session.last
+
+    @property
+    def path(self) -> Path | None:
+        """The cache folder, or None if it couldn't be opened or is closed."""
+        repository = self._session.repository
+        return None if repository is None else repository.path
+
+    def stats(self) -> Stats:
+        """Totals since the cache was attached. A copy."""
+        return self._session.reporter.snapshot()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Store everything now. Returns False if `timeout` seconds weren't enough."""
+        return self._session.flush(timeout)
+
+    def detach(self) -> None:
+        """Leave the model as it was before. What waits is still stored."""
+        self._wrapping.undo()
+
+    def close(self) -> None:
+        """Flush, detach, and give the folder back. Safe to call twice."""
+        self._session.close()
+        self.detach()
+
+    def __enter__(self) -> Self:
         return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # -- in front of the model's methods --------------------------------------------------------------------------
+
+    def _settle(self, llm: Any, prompt: list[int]) -> None:
+        """Before a prompt is generated from."""
+        self._session.settle(llm, prompt, handed_over=self._handed_over)
 
     def _generate(self, llm: Any, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
         prompt = list(tokens)
@@ -136,10 +132,10 @@ class Attached(Handle):
         self._turn += 1
         turn = self._turn
         if bound.arguments["reset"] and prompt:
-            self._session.settle(llm, prompt)
+            self._settle(llm, prompt)
         else:
             self._session.last = Match(length=0, prompt_tokens=len(prompt), reason=Reason.NO_RESET)
-        self._generating = True
+        self._generating, self._handed_over = True, False
         try:
             yield from self._wrapping.original(llm, "generate")(prompt, *args, **kwargs)
         finally:
@@ -149,9 +145,11 @@ class Attached(Handle):
                 self._session.keep(llm)
 
     def _eval(self, llm: Any, tokens: Sequence[int]) -> None:
-        # Chat handlers clear the context and call eval themselves: that is a prompt too.
-        if not self._generating and llm.n_tokens == 0 and len(tokens) > 1:
-            tokens = tokens[self._session.settle(llm, tokens).length :]
+        if not self._generating:
+            # Chat handlers clear the context and call eval themselves: that is a prompt too.
+            if llm.n_tokens == 0 and len(tokens) > 1:
+                tokens = tokens[self._session.settle(llm, tokens).length :]
+            self._handed_over = True
         with self._session.observe(llm, tokens):
             self._wrapping.original(llm, "eval")(tokens)
 
@@ -162,3 +160,7 @@ class Attached(Handle):
     def _load_state(self, llm: Any, state: Any) -> None:
         with self._session.loading(llm, proven=False):
             self._wrapping.original(llm, "load_state")(state)
+
+
+class Attached(Attachment):
+    """The handle that `attach` returns."""

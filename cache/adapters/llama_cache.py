@@ -10,9 +10,7 @@ import numpy.typing as npt
 from llama_cpp import LlamaState
 from llama_cpp.llama_cache import BaseLlamaCache
 
-from kvkeep.cache.adapters.attach import Handle, session_options
-from kvkeep.cache.adapters.session import Session
-from kvkeep.cache.adapters.wrapping import Wrapping
+from kvkeep.cache.adapters.attach import Attachment, session_options
 from kvkeep.cache.layout import Form
 from kvkeep.cache.match import Match
 from kvkeep.cache.prefix_cache import PrefixCache
@@ -20,15 +18,15 @@ from kvkeep.store.errors import KvkeepError, UsageError
 from kvkeep.store.repository import DEFAULT_CAPACITY
 
 
-class PersistentLlamaCache(Handle, BaseLlamaCache):
+class PersistentLlamaCache(Attachment, BaseLlamaCache):
     """A `BaseLlamaCache` on a kvkeep store, bound to one model.
 
         llm.set_cache(PersistentLlamaCache.for_model(llm))
 
     `Llama` asks `cache[prompt]` before each prompt: that restores straight into the model's context and returns an item
-    that the context needn't load any more. After each finished answer it calls `cache[tokens] = llm.save_state()`; the
-    cache then takes its own copy, and ignores what `save_state` made. `attach` does the same without `save_state`, which
-    copies three times and adds up to n_batch x n_vocab floats of zeros; use it where you can.
+    that the context needn't load any more. After each finished answer it calls `cache[tokens] = llm.save_state()`; by then
+    the cache has its own copy, and ignores that one. `attach` does the same without `save_state`, which copies three times
+    and adds up to n_batch x n_vocab floats of zeros; use it where you can.
 
     There is no `__len__`: `Llama` never uses a cache that is falsy, as an empty one would be.
     """
@@ -36,13 +34,8 @@ class PersistentLlamaCache(Handle, BaseLlamaCache):
     def __init__(self, llm: Any, options: dict[str, Any]) -> None:
         BaseLlamaCache.__init__(self, options["capacity_bytes"])
         self._llm = weakref.ref(llm)
-        self._wrapping = Wrapping(llm, {"eval": self._eval, "reset": self._reset, "load_state": self._load_state})
-        try:
-            self._session = Session(llm, **options)
-        except BaseException:
-            self._wrapping.undo()
-            raise
-        weakref.finalize(llm, self._session.close)
+        self._asked: list[int] | None = None
+        Attachment.__init__(self, llm, options)
 
     @classmethod
     def for_model(
@@ -60,9 +53,6 @@ class PersistentLlamaCache(Handle, BaseLlamaCache):
             UsageError: an argument is wrong.
         """
         return cls(llm, session_options(llm, path, capacity_bytes, break_even, identity))
-
-    def __enter__(self) -> "PersistentLlamaCache":
-        return self
 
     @property
     def cache_size(self) -> int:
@@ -82,10 +72,13 @@ class PersistentLlamaCache(Handle, BaseLlamaCache):
         """
         llm = self._model()
         tokens = list(key)
-        match = self._session.settle(llm, tokens) if tokens else None
+        if not tokens:
+            raise KeyError("nothing is stored for an empty key")
+        match = self._session.settle(llm, tokens, handed_over=self._handed_over)
+        self._asked = tokens
         cache = self._session.cache
-        if match is None or cache is None:
-            raise KeyError("nothing is stored for an empty key" if match is None else str(match))
+        if cache is None:
+            raise KeyError(str(match))
         # No longer than what the context holds now, or Llama would load it over that.
         stored = self._stored(cache, tokens[: match.length])
         if stored is None:
@@ -123,15 +116,18 @@ class PersistentLlamaCache(Handle, BaseLlamaCache):
             raise UsageError("the model that this cache was made for is gone")
         return llm
 
-    def _eval(self, llm: Any, tokens: Sequence[int]) -> None:
-        with self._session.observe(llm, tokens):
-            self._wrapping.original(llm, "eval")(tokens)
+    def _settle(self, llm: Any, prompt: list[int]) -> None:
+        # Llama has just asked for this prompt, and nothing was decoded since.
+        asked, self._asked = self._asked, None
+        if prompt != asked:
+            super()._settle(llm, prompt)
 
-    def _reset(self, llm: Any) -> None:
-        self._session.was_reset()
-        self._wrapping.original(llm, "reset")()
+    def _eval(self, llm: Any, tokens: Sequence[int]) -> None:
+        self._asked = None
+        super()._eval(llm, tokens)
 
     def _load_state(self, llm: Any, state: LlamaState) -> None:
+        self._asked = None
         with self._session.loading(llm, proven=isinstance(state, StoredState)):
             self._wrapping.original(llm, "load_state")(state)
 

@@ -98,15 +98,21 @@ class Session:
 
     # -- settle ---------------------------------------------------------------------------------------------------
 
-    def settle(self, llm: Any, prompt: Sequence[int]) -> Match:
+    def settle(self, llm: Any, prompt: Sequence[int], *, handed_over: bool = False) -> Match:
         """Make the context hold as much of the prompt as can be had, and say what that was.
 
         Afterwards the last token of the prompt is left to be decoded, unless the context stands exactly at its end with
         fresh logits.
+
+        Args:
+            llm: the model.
+            prompt: the prompt's tokens.
+            handed_over: the caller has decoded the context by itself and now asks for a completion of it, as chat
+                handlers for images do; then the prompt shows stale numbers where the images are.
         """
         with self._lock:
             try:
-                match = self._settle(llm, np.asarray(prompt, np.int32))
+                match = self._settle(llm, np.asarray(prompt, np.int32), handed_over)
             except Exception as error:  # noqa: BLE001 - the border: whatever it is, the answer is the cold answer
                 self.reporter.error("preparing a prompt", error)
                 with self.reporter.border("clearing the context"):
@@ -117,12 +123,13 @@ class Session:
             self.reporter.request(match, self.rates.decode_seconds(restored))
             return match
 
-    def _settle(self, llm: Any, prompt: Tokens) -> Match:
+    def _settle(self, llm: Any, prompt: Tokens, handed_over: bool) -> Match:
         self._live.refresh(llm)
         n_tokens = len(prompt)
         at_its_end = n_tokens == llm.n_tokens and np.array_equal(llm.input_ids[:n_tokens], prompt)
-        if at_its_end and not llm._requires_eval:
-            return self._decoded_just_now(llm, n_tokens)
+        known = self._live.is_known(llm)
+        if at_its_end and not llm._requires_eval and (known or handed_over):
+            return self._decoded_before(n_tokens, known, handed_over)
         with self.reporter.border("saving"):
             # What a dropped stream has left: the next lines may cut it away.
             self._keep(llm)
@@ -138,12 +145,13 @@ class Session:
         reason = match.reason if match.reason in _WORTH_SAYING else Reason.FOUND
         return replace(match, length=usable, source=Source.LIVE, reason=reason)
 
-    def _decoded_just_now(self, llm: Any, n_tokens: int) -> Match:
-        """The prompt was decoded by an `eval` before: a chat handler does that, and then asks for a completion."""
-        if not self._live.is_known(llm):
+    def _decoded_before(self, n_tokens: int, known: bool, handed_over: bool) -> Match:
+        """The context stands at the prompt's end with fresh logits: nothing is to be decoded."""
+        if not known:
             # It may hold an image. Leave it alone.
             return Match(length=n_tokens, prompt_tokens=n_tokens, source=Source.LIVE, reason=Reason.FOREIGN_POSITIONS)
-        if self.last is not None and self.last.prompt_tokens == n_tokens:
+        if handed_over and self.last is not None and self.last.prompt_tokens == n_tokens:
+            # What the handler's own eval found is the better answer to what was reused.
             return self.last
         return Match(length=n_tokens, prompt_tokens=n_tokens, source=Source.LIVE)
 

@@ -39,7 +39,9 @@ DENSE_SETTINGS = (
 
 def load(path: str, **options: Any) -> Llama:
     """A quiet `Llama` with a small context."""
-    return Llama(path, **({"n_ctx": 1024, "n_batch": 128, "verbose": False, "seed": 1} | options))
+    llm = Llama(path, **({"n_ctx": 1024, "n_batch": 128, "verbose": False, "seed": 1} | options))
+    _count_decodes(llm)
+    return llm
 
 
 def random_tokens(count: int, seed: int = 0, n_vocab: int = 512) -> list[int]:
@@ -75,10 +77,24 @@ def forget(llm: Llama) -> None:
 
 
 def n_decoded(llm: Llama) -> int:
-    """Tokens that llama.cpp itself says it has decoded since the context was made, or `perf_reset`."""
-    llama_cpp.llama_synchronize(llm.ctx)
-    perf = llama_cpp.llama_perf_context(llm.ctx)
-    return int(perf.n_p_eval + perf.n_eval)
+    """Tokens handed to `llama_decode` since `load`.
+
+    Counted at the call, because llama.cpp's own counters show 1 where they are 0.
+    """
+    count: int = llm._ctx.n_decoded
+    return count
+
+
+def _count_decodes(llm: Llama) -> None:
+    context = llm._ctx
+    decode = type(context).decode
+    context.n_decoded = 0
+
+    def counting(batch: Any) -> None:
+        context.n_decoded += batch.batch.n_tokens
+        decode(context, batch)
+
+    context.decode = counting
 
 
 def generate(llm: Llama, prompt: Sequence[int], count: int) -> list[int]:

