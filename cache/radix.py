@@ -29,7 +29,7 @@ def walk(connection: Connection, borders: Sequence[PrefixHash], tokens: bytes, b
     steps: list[Step] = [(node, node.n_tokens) for node in blocks]
     start = len(blocks) * block_tokens * TOKEN_BYTES
     rest = tokens[start : start + block_tokens * TOKEN_BYTES]
-    return steps + slot_steps(connection, borders[len(blocks)], rest)
+    return steps + slot_steps(connection, borders[len(blocks)], rest, len(blocks) * block_tokens)
 
 
 def full_blocks(connection: Connection, borders: Sequence[PrefixHash], tokens: bytes, block_tokens: int) -> list[Node]:
@@ -47,20 +47,26 @@ def full_blocks(connection: Connection, borders: Sequence[PrefixHash], tokens: b
 
 def is_block(node: Node, parent: PrefixHash, tokens: bytes, start: int) -> bool:
     """Whether a row is the block that follows `parent` with these tokens, and no colliding or damaged one."""
-    return (node.parent, node.path, node.start, len(node.tokens)) == (parent, tokens, start, len(tokens))
+    wanted = (parent, parent, tokens, start, len(tokens))
+    return (node.parent, node.anchor, node.path, node.start, node.n_tokens * TOKEN_BYTES) == wanted
 
 
-def slot_steps(connection: Connection, anchor: PrefixHash, rest: bytes) -> list[Step]:
+def slot_steps(connection: Connection, anchor: PrefixHash, rest: bytes, start: int) -> list[Step]:
     """Nodes behind a block border that cover most of `rest`, the tokens that follow there.
 
     They may be the pieces of a tail, or a block of which only the first tokens are the same.
+
+    Args:
+        connection: a read transaction.
+        anchor: prefix hash at the border.
+        rest: the tokens behind it, little-endian int32, no more than a block's.
+        start: position of the border.
     """
-    best: list[Step] = []
-    for candidate in nodes.neighbours(connection, anchor, rest):
-        steps = cut_to(lineage(connection, candidate), rest)
-        if covered(steps) > covered(best):
-            best = steps
-    return best
+    lines = [lineage(connection, node) for node in nodes.neighbours(connection, anchor, rest)]
+    if not all(lines):
+        # What stands on a removed piece hides its neighbours until that is saved again: look at everything, for once.
+        lines = [lineage(connection, node) for node in nodes.slot(connection, anchor)]
+    return max((cut_to(line, rest, start) for line in lines), key=covered, default=[])
 
 
 def lineage(connection: Connection, node: Node) -> list[Node]:
@@ -74,19 +80,20 @@ def lineage(connection: Connection, node: Node) -> list[Node]:
     return line[::-1]
 
 
-def cut_to(line: Sequence[Node], rest: bytes) -> list[Step]:
+def cut_to(line: Sequence[Node], rest: bytes, start: int) -> list[Step]:
     """As much of a lineage as has the same tokens as `rest`."""
     steps: list[Step] = []
     at = 0
     for node in line:
-        if len(node.path) != at + len(node.tokens):
+        expected = (start + at // TOKEN_BYTES, at + node.n_tokens * TOKEN_BYTES, rest[:at])
+        if (node.start, len(node.path), node.path[:at]) != expected:
             break
         take = common_tokens(node.tokens, rest[at:])
         if take:
             steps.append((node, take))
         if take < node.n_tokens:
             break
-        at += len(node.tokens)
+        at = len(node.path)
     return steps
 
 

@@ -1,11 +1,11 @@
 """From stored blobs to a state that llama.cpp takes: verify, decode, assemble."""
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from functools import cache
-from typing import NamedTuple
+from functools import cache, partial
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from kvkeep.cache.match import Match, Step
 from kvkeep.cache.radix import covered
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import HashMismatch, IntegrityError, LayoutError
+from kvkeep.store.nodes import Node
 from kvkeep.store.repository import Snapshot
 from kvkeep.store.verify import verified
 
@@ -38,6 +39,8 @@ class Restored:
     damaged: tuple[Entry, ...] = ()
     detail: str = ""
 
+
+T = TypeVar("T")
 
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
@@ -84,55 +87,68 @@ def _from_blocks(snapshot: Snapshot, plan: list[Step], form: Form, arch: str) ->
         try:
             state = _fill(snapshot, plan, form, arch)
             return Restored(state, covered(plan), tuple(damaged), detail)
-        except _DamagedStep as error:
-            damaged.append(plan[error.index][0])
-            detail = detail or str(error.cause)
-            plan = plan[: error.index]
+        except _Damaged as error:
+            # All of them are reported, also those behind the first: each would be met again otherwise.
+            damaged += [plan[index][0] for index in error.causes]
+            first = min(error.causes)
+            detail = detail or str(error.causes[first])
+            plan = plan[:first]
     return Restored(_NOTHING, 0, tuple(damaged), detail)
 
 
-class _DamagedStep(Exception):
-    """Step `index` of a plan didn't verify."""
+class _Damaged(Exception):
+    """Some steps of a plan didn't verify: their indices and the reasons."""
 
-    def __init__(self, index: int, cause: Exception) -> None:
-        super().__init__(index, cause)
-        self.index = index
-        self.cause = cause
+    def __init__(self, causes: dict[int, Exception]) -> None:
+        super().__init__(causes)
+        self.causes = causes
 
 
 def _fill(snapshot: Snapshot, plan: Sequence[Step], form: Form, arch: str) -> Bytes:
     """One buffer, filled by all threads straight out of the map.
 
     Raises:
-        _DamagedStep: the first step that didn't verify.
+        _Damaged: not every step verified.
     """
     starts = [0]
     for _, take in plan:
         starts.append(starts[-1] + take)
     values = [snapshot.blobs.get(node.blob) for node, _ in plan]
-
     # The first block says how the state is laid out; the others must agree.
-    first = _guarded(0, values[0], plan[0], None)
+    first = _attempt(lambda: _block(values[0], plan[0][0], None))
+    if isinstance(first, Exception):
+        others = _all(len(plan) - 1, lambda i: _block(values[i + 1], plan[i + 1][0], None))
+        raise _Damaged({0: first} | {i + 1: error for i, error in others.items()})
     layout = Layout.unpack(first.layout)
     buffer, state = blank(layout, starts[-1], form, arch)
 
-    def scatter(index: int, block: "_Block") -> None:
+    def scatter(index: int) -> None:
         node, take = plan[index]
+        block = first if index == 0 else _block(values[index], node, first.layout)
         planes.join(layout, block.payload, node.n_tokens, take, state.arrays, starts[index])
 
-    def one(index: int) -> None:
-        scatter(index, _guarded(index, values[index], plan[index], first.layout))
-
-    outcomes = [_pool().submit(one, index) for index in range(1, len(plan))]
-    try:
-        scatter(0, first)
-    finally:
-        # All are waited for: the map is only ours until the snapshot ends. In order: the first damage counts.
-        errors = [outcome.exception() for outcome in outcomes]
-    for error in errors:
-        if error is not None:
-            raise error
+    if damaged := _all(len(plan), scatter):
+        raise _Damaged(damaged)
     return buffer
+
+
+def _attempt(work: Callable[[], T]) -> T | Exception:
+    """What `work` returns, or why the data can't be trusted."""
+    try:
+        return work()
+    except (IntegrityError, LayoutError) as error:
+        return error
+
+
+def _all(count: int, work: Callable[[int], object]) -> dict[int, Exception]:
+    """`work(0)` to `work(count - 1)` in several threads; the indices of damaged data, with the reasons.
+
+    Waits for all of them, whatever happens: the map is only ours until the snapshot ends.
+    """
+    outcomes = [_pool().submit(_attempt, partial(work, index)) for index in range(count)]
+    wait(outcomes)
+    results = [outcome.result() for outcome in outcomes]
+    return {index: result for index, result in enumerate(results) if isinstance(result, Exception)}
 
 
 class _Block(NamedTuple):
@@ -140,22 +156,16 @@ class _Block(NamedTuple):
     payload: Bytes
 
 
-def _guarded(index: int, value: memoryview | None, step: Step, layout: bytes | None) -> _Block:
-    """The verified block of step `index`.
+def _block(value: memoryview | None, node: Node, layout: bytes | None) -> _Block:
+    """The verified block of a node.
 
     Raises:
-        _DamagedStep: it doesn't verify, or has another layout than `layout`.
+        IntegrityError, LayoutError: it doesn't verify, or has another layout than `layout`.
     """
-    node, _ = step
-    try:
-        header, payload = verified(value, node)
-        if layout is None:
-            Layout.unpack(header.layout)
-        elif header.layout != layout:
-            raise HashMismatch(f"the node at position {node.start} has another layout than those before it")
-        n_bytes = planes.payload_bytes(Layout.unpack(header.layout), node.n_tokens)
-        if payload.size != n_bytes:
-            raise HashMismatch(f"the node at position {node.start} has {payload.size} bytes instead of {n_bytes}")
-    except (IntegrityError, LayoutError) as error:
-        raise _DamagedStep(index, error) from error
+    header, payload = verified(value, node)
+    if layout is not None and header.layout != layout:
+        raise HashMismatch(f"the node at position {node.start} has another layout than those before it")
+    n_bytes = planes.payload_bytes(Layout.unpack(header.layout), node.n_tokens)
+    if payload.size != n_bytes:
+        raise HashMismatch(f"the node at position {node.start} has {payload.size} bytes instead of {n_bytes}")
     return _Block(header.layout, payload)

@@ -59,7 +59,7 @@ class Writer:
         self._max_waiting_bytes = max_waiting_bytes
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
-        self._running = 0
+        self._running = False
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="kvkeep-writer", daemon=True)
         self._thread.start()
@@ -88,7 +88,7 @@ class Writer:
     def waiting(self) -> int:
         """Jobs that aren't done yet."""
         with self._changed:
-            return len(self._jobs) + self._running
+            return len(self._jobs) + int(self._running)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Return when everything submitted so far is stored. Returns False if `timeout` seconds weren't enough.
@@ -97,14 +97,9 @@ class Writer:
         unprivileged process can't lift it.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        while deadline is None or time.monotonic() < deadline:
-            job = self._take(wait=False)
-            if job is None:
-                break
+        while (job := self._next(lambda: not self._jobs, deadline)) is not None:
             self._do(job)
-        with self._changed:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            return self._changed.wait_for(lambda: not self._jobs and not self._running, left)
+        return self.waiting == 0
 
     def close(self) -> None:
         """Store everything that waits, then end the thread. Safe to call twice."""
@@ -116,13 +111,17 @@ class Writer:
             self._thread.join()
         _writers.discard(self)
 
-    def _take(self, *, wait: bool) -> Job | None:
+    def _next(self, at_end: Callable[[], bool], deadline: float | None) -> Job | None:
+        """The next job, as soon as none is running; None when `at_end` or at the deadline.
+
+        One at a time, whoever does them: a state must not be stored before the damaged one that it replaces is gone.
+        """
         with self._changed:
-            if wait:
-                self._changed.wait_for(lambda: self._jobs or self._closed)
-            if not self._jobs:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = self._changed.wait_for(lambda: not self._running and (self._jobs or at_end()), left)
+            if not ready or not self._jobs:
                 return None
-            self._running += 1
+            self._running = True
             return self._jobs.popleft()
 
     def _do(self, job: Job) -> None:
@@ -132,12 +131,12 @@ class Writer:
             self._failed(error)
         finally:
             with self._changed:
-                self._running -= 1
+                self._running = False
                 self._changed.notify_all()
 
     def _loop(self) -> None:
         become_idle()
-        while (job := self._take(wait=True)) is not None:
+        while (job := self._next(lambda: self._closed, None)) is not None:
             self._do(job)
             del job  # a state of gigabytes must not live until the next one comes
 

@@ -35,6 +35,9 @@ class BlobReader:
     def __contains__(self, blob: BlobId) -> bool:
         return self._txn.get(blob) is not None
 
+    def __len__(self) -> int:
+        return int(self._txn.stat()["entries"])
+
     def ids(self) -> Iterator[BlobId]:
         """Every name, in byte order."""
         for key in self._txn.cursor().iternext(keys=True, values=False):
@@ -121,8 +124,8 @@ class BlobStore:
         return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * PAGE_BYTES
 
     def __len__(self) -> int:
-        with _translated():
-            return int(self._env.stat()["entries"])
+        with self.read() as reader:
+            return len(reader)
 
     @property
     def disk_bytes(self) -> int:

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from kvkeep.store import checkpoints, nodes
+from kvkeep.store import checkpoints, namespaces, nodes
 from kvkeep.store.blobs import BlobReader
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import IntegrityError, MissingBlob
-from kvkeep.store.hashing import BlobId, Fingerprint
-from kvkeep.store.namespaces import usage
+from kvkeep.store.hashing import BlobId
 from kvkeep.store.nodes import Node
 from kvkeep.store.repository import Repository
 from kvkeep.store.verify import verified
@@ -43,8 +42,8 @@ def check(repository: Repository, *, data: bool = True) -> list[Finding]:
         data: read and hash every blob. Without it only names and rows are compared.
     """
     with repository.snapshot() as snapshot:
-        roots = [entry.fingerprint for entry in usage(snapshot.connection)]
-        all_nodes = list(nodes.every(snapshot.connection))
+        roots = namespaces.ids(snapshot.connection)
+        all_nodes = sorted(nodes.every(snapshot.connection), key=lambda node: node.start)
         points = list(checkpoints.every(snapshot.connection))
         findings = list(_structure(all_nodes, roots))
         entries: list[Entry] = [*all_nodes, *points]
@@ -54,15 +53,33 @@ def check(repository: Repository, *, data: bool = True) -> list[Finding]:
     return findings
 
 
-def _structure(all_nodes: list[Node], roots: list[Fingerprint]) -> Iterator[Finding]:
-    ends: dict[bytes, int] = dict.fromkeys(roots, 0)
+def _structure(all_nodes: list[Node], roots: dict[bytes, int]) -> Iterator[Finding]:
+    known: dict[bytes, Node] = {}
     for node in all_nodes:
-        if node.parent not in ends:
+        above = known.get(node.parent)
+        known[node.key] = node
+        if above is None and node.parent not in roots:
             yield Finding(Trouble.UNREACHABLE, f"the node at position {node.start} has no parent", node)
-        elif ends[node.parent] != node.start:
-            message = f"the node at position {node.start} follows a parent that ends at {ends[node.parent]}"
+            continue
+        end, namespace_id = (0, roots[node.parent]) if above is None else (_end(above), above.namespace_id)
+        if end != node.start:
+            message = f"the node at position {node.start} follows a parent that ends at {end}"
             yield Finding(Trouble.DAMAGE, message, node)
-        ends[node.key] = node.start + node.n_tokens
+        elif namespace_id != node.namespace_id:
+            yield Finding(Trouble.DAMAGE, f"the node at position {node.start} is in another namespace than its parent", node)
+        elif not _is_filed(node, above):
+            yield Finding(Trouble.DAMAGE, f"the node at position {node.start} is filed where nobody looks for it", node)
+
+
+def _end(node: Node) -> int:
+    return node.start + node.n_tokens
+
+
+def _is_filed(node: Node, above: Node | None) -> bool:
+    """Whether anchor and path are those under which a walk looks for it."""
+    if node.path == node.tokens:
+        return node.anchor == node.parent
+    return above is not None and (node.anchor, node.path) == (above.anchor, above.path + node.tokens)
 
 
 def _blobs(entries: list[Entry], blobs: BlobReader, data: bool) -> Iterator[Finding]:

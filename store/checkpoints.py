@@ -97,4 +97,5 @@ def every(connection: Connection) -> Iterable[Checkpoint]:
 
 
 def _checkpoint(row: Sequence[Any]) -> Checkpoint:
-    return Checkpoint(Kind(row[0]), *row[1:])
+    # The kind stays the number that it is on disk: a flipped one is found when the blob is verified.
+    return Checkpoint(*row)

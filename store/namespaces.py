@@ -88,8 +88,15 @@ def measured(connection: Connection, space: Namespace, prefill_rate: float | Non
 
 def any_other(connection: Connection, fingerprint: Fingerprint) -> bool:
     """Whether the store holds anything of another namespace."""
-    others = select(node.c.id).join(namespace).where(namespace.c.fingerprint != fingerprint).limit(1)
-    return connection.execute(others).first() is not None
+    return any(
+        connection.execute(select(table.c.id).join(namespace).where(namespace.c.fingerprint != fingerprint).limit(1)).first()
+        for table in (node, checkpoint)
+    )
+
+
+def ids(connection: Connection) -> dict[bytes, int]:
+    """Row ids of all namespaces, by fingerprint."""
+    return {row.fingerprint: row.id for row in connection.execute(select(namespace.c.fingerprint, namespace.c.id))}
 
 
 def usage(connection: Connection) -> list[Usage]:
@@ -103,7 +110,7 @@ def _usage(connection: Connection, row: RowMapping) -> Usage:
     nodes = connection.execute(
         select(
             func.count(),
-            func.coalesce(func.sum(is_block), 0),
+            func.count().filter(is_block),
             func.coalesce(func.sum(node.c.n_tokens), 0),
             func.coalesce(func.sum(node.c.stored_bytes), 0),
             func.coalesce(func.sum(node.c.plain_bytes), 0),

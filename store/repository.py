@@ -79,15 +79,18 @@ class Writing:
         self.blobs.put((entry.row.blob, entry.value) for entry in entries)
         with self.index.write() as connection:
             new = [entry.row for entry in entries]
+            # Removed first: a new row may have the key of the one that it replaces.
+            _forget(connection, replacing)
             rows.add(connection, node_table, namespace_id, (row for row in new if isinstance(row, NewNode)))
             rows.add(connection, checkpoint_table, namespace_id, (row for row in new if isinstance(row, NewCheckpoint)))
-            orphans = _forget(connection, replacing)
+            orphans = _unnamed(connection, replacing)
         self._delete(orphans)
 
     def remove(self, entries: Sequence[Entry]) -> None:
         """Remove entries, and the blobs that no other row names."""
         with self.index.write() as connection:
-            orphans = _forget(connection, entries)
+            _forget(connection, entries)
+            orphans = _unnamed(connection, entries)
         self._delete(orphans)
 
     def remove_damaged(self, entries: Sequence[Entry]) -> int:
@@ -121,14 +124,18 @@ class Writing:
             self.blobs.delete(names)
 
 
-def _forget(connection: Connection, entries: Sequence[Entry]) -> list[BlobId]:
-    """Delete rows; the names of the blobs that nothing names any more.
+def _forget(connection: Connection, entries: Sequence[Entry]) -> None:
+    """Delete rows.
 
     A row that went meanwhile is passed over: SQLite has given its id to another one by now.
     """
     present = [entry for entry in entries if rows.is_there(connection, entry)]
     rows.remove(connection, node_table, [entry.id for entry in present if isinstance(entry, Node)])
     rows.remove(connection, checkpoint_table, [entry.id for entry in present if isinstance(entry, Checkpoint)])
+
+
+def _unnamed(connection: Connection, entries: Sequence[Entry]) -> list[BlobId]:
+    """Those of the entries' blobs that no row names any more."""
     names = list({entry.blob for entry in entries})
     still = rows.named(connection, names)
     return [name for name in names if name not in still]
@@ -208,6 +215,18 @@ class Repository:
         self._check_open()
         with exclusive(self.path / WRITER_LOCK, timeout):
             yield Writing(self.index, self.blobs)
+
+    def sweep(self) -> int:
+        """Delete blobs that no row names, as killed writers leave them. Returns their number.
+
+        Counts first, without a lock, because there are hardly ever any.
+        """
+        with self.snapshot() as snapshot:
+            garbage = len(snapshot.blobs) - len(rows.all_named(snapshot.connection))
+        if garbage <= 0:
+            return 0
+        with self.writing() as writing:
+            return writing.sweep()
 
     def touch(self, entries: Iterable[Entry]) -> None:
         """Note that entries were used. Written by `flush_touched`, because readers never write."""

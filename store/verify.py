@@ -28,6 +28,9 @@ def verified(value: memoryview | None, entry: Entry) -> tuple[FrameHeader, Bytes
         raise HashMismatch(f"blob {entry.blob.hex()[:16]} belongs to another entry than the row at position {_position(entry)}")
     if isinstance(entry, Node) and extend(entry.parent, entry.tokens) != entry.key:
         raise HashMismatch(f"the row at position {entry.start} doesn't hash to its key: its tokens or its parent are damaged")
+    sizes = (value.nbytes, header.size + payload.size)
+    if sizes != (entry.stored_bytes, entry.plain_bytes):
+        raise HashMismatch(f"blob {entry.blob.hex()[:16]} has other sizes than the row at position {_position(entry)} says")
     return header, payload
 
 
@@ -43,11 +46,13 @@ def is_sound(value: memoryview | None, entry: Entry) -> bool:
 def _belongs(header: FrameHeader, entry: Entry) -> bool:
     """Whether a frame is the one that a row speaks of."""
     if isinstance(entry, Node):
-        return (header.kind, header.key, header.parent, header.start, header.tokens) == (
+        # The number of tokens too: `tokens` of a row that claims more than its path has are all of the path.
+        return (header.kind, header.key, header.parent, header.start, header.n_tokens, header.tokens) == (
             Kind.BLOCK,
             entry.key,
             entry.parent,
             entry.start,
+            entry.n_tokens,
             entry.tokens,
         )
     same = (header.kind, header.key, header.start, header.n_tokens) == (entry.kind, entry.prefix, 0, entry.pos)

@@ -22,7 +22,7 @@ _SHOWN = 5
 _MEANINGS = {
     "damage": "Damaged: never used for an answer; removed when met, and saved anew by the next request that needs it.",
     "unreachable": "Unreachable: sound, but what comes before is gone. Used again once that is saved again, else evicted.",
-    "garbage": "Garbage: bytes that nothing names, left by a process that died while saving. Harmless; the next sweep takes it.",
+    "garbage": "Garbage: bytes that nothing names, left by a process that died while saving. Harmless; swept later.",
 }
 
 
@@ -77,7 +77,7 @@ def _show(console: Console, path: Path, findings: "list[Finding] | None", *, dat
     if findings is None:
         console.print(nothing_there(path), soft_wrap=True)
         return
-    console.print(str(path), soft_wrap=True)
+    console.print(f"Cache folder: {path}", soft_wrap=True)
     if not findings:
         what = "every byte is what its name says" if data else "no stored bytes were read"
         console.print(f"Sound: every row has its blob, every blob its row, and {what}.", style="green")

@@ -15,7 +15,7 @@ from kvkeep.tools.console import make_console
 from kvkeep.tools.demo_chat import Job, Result
 from kvkeep.tools.demo_process import Event, run
 from kvkeep.tools.demo_prompt import QUESTIONS
-from kvkeep.tools.demo_screen import Screen, is_shrunk
+from kvkeep.tools.demo_screen import Screen
 from kvkeep.tools.options import json_option, own_path_option, print_json
 from kvkeep.tools.words import size
 
@@ -146,8 +146,8 @@ class _Demo:
             self._screen.say("The answers are the same with kvkeep and without.")
         else:
             self._screen.say(
-                "The answers differ in places: llama.cpp rounds a little differently when it reads an answer in one go than "
-                "when it wrote it token by token. Both are right."
+                "The answers differ in places. With kvkeep the restarted assistant goes on from what it computed while writing "
+                "its first answer; without, it reads that answer anew in one go, which llama.cpp rounds a little differently."
             )
         if self._folder.kept:
             self._screen.say(f"The states lie in {self._folder.path} ({size(disk_bytes)}). Look at them:")
@@ -161,7 +161,7 @@ class _Demo:
             "label": self._loaded["label"],
             "n_ctx": self._job.n_ctx,
             "system_tokens": self._loaded["system_tokens"],
-            "shrunk": is_shrunk(self._loaded["system_tokens"]),
+            "shrunk": self._loaded["shrunk"],
             "path": str(self._folder.path),
             "kept": self._folder.kept,
             "disk_bytes": disk_bytes,

@@ -2,7 +2,7 @@
 
 Reads one `Job` as JSON from stdin, and writes events to stdout, one JSON object a line:
 
-    loaded   the model is there:  label, load_seconds, attach_seconds, system_tokens, n_context
+    loaded   the model is there:  label, load_seconds, attach_seconds, system_tokens, shrunk, n_context
     text     a piece of the answer:  text
     done     the fields of `Result`
     failed   instead of the rest:  message, exit_code
@@ -142,16 +142,17 @@ def _run(job: Job, emit: _Events) -> None:
     with ExitStack() as stack:
         keep = _attached(stack, llm, job)
         attached = time.perf_counter()
-        system, system_tokens = fitting_prompt(lambda text: _count(llm, text), usable_context(llm) - _reserve(llm))
+        system = fitting_prompt(lambda text: _count(llm, text), usable_context(llm) - _reserve(llm))
         emit(
             "loaded",
             label=llm.metadata.get("general.name", ""),
             load_seconds=loaded - began,
             attach_seconds=attached - loaded if keep else 0.0,
-            system_tokens=system_tokens,
+            system_tokens=system.tokens,
+            shrunk=system.shrunk,
             n_context=usable_context(llm),
         )
-        chat = _Chat(llm, _messages(system, job.answers))
+        chat = _Chat(llm, _messages(system.text, job.answers))
         pieces = []
         for text in chat.answer():
             pieces.append(text)

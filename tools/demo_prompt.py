@@ -1,16 +1,14 @@
 """What the demo's assistant is told: a role, house rules and tools, as desktop assistants send them with every request."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvkeep.store.errors import UsageError
 
 # Usual for an assistant with tools; many send several times as much.
 WANTED_TOKENS = 1500
 
-QUESTIONS = (
-    "Hello! In one or two sentences, what can you do for me on this computer?",
-    "Thank you. How would you find the notes that I wrote about the garden last week?",
-)
+QUESTIONS = ("Hello Robin! What is your job here?", "Please say that again in one short sentence.")
 
 _ROLE = """\
 You are Robin, the assistant on this person's own computer. You run locally, without the internet, and you help with \
@@ -85,7 +83,22 @@ read_picture(path): return the text that can be read in a picture or a scanned p
 lock_screen(): lock the screen at once, without asking.""".splitlines()
 
 
-def fitting_prompt(count: Callable[[str], int], room: int) -> tuple[str, int]:
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A system prompt.
+
+    Attributes:
+        text: the prompt.
+        tokens: how many it has for the model.
+        shrunk: it is shorter than wanted, because the context has no room for more.
+    """
+
+    text: str
+    tokens: int
+    shrunk: bool
+
+
+def fitting_prompt(count: Callable[[str], int], room: int) -> Prompt:
     """As much of the prompt as makes about `WANTED_TOKENS`, and no more than fits.
 
     The text above is about that long for the vocabularies of today. Where it has more tokens, whole lines are left off
@@ -95,24 +108,25 @@ def fitting_prompt(count: Callable[[str], int], room: int) -> tuple[str, int]:
         count: how many tokens a text has for the model.
         room: tokens that there is place for.
 
-    Returns:
-        The text, and its tokens.
-
     Raises:
         UsageError: not even the role fits.
     """
+    whole = len(_RULES) + len(_TOOLS)
+    few, many = 0, whole
     limit = min(WANTED_TOKENS, room)
-    few, many = 0, len(_RULES) + len(_TOOLS)
     while few < many:
         middle = (few + many + 1) // 2
         if count(_text(middle)) <= limit:
             few = middle
         else:
             many = middle - 1
-    tokens = count(_text(few))
+    text = _text(few)
+    tokens = count(text)
     if tokens > limit:
-        raise UsageError(f"the context is too small: the demo needs room for a prompt of {tokens} tokens, and has {room}")
-    return _text(few), tokens
+        raise UsageError(
+            f"the context is too small: the demo needs room for a prompt of {tokens} tokens, and has {max(0, room)}"
+        )
+    return Prompt(text, tokens, shrunk=few < whole and room < WANTED_TOKENS)
 
 
 def _text(n_lines: int) -> str:

@@ -93,8 +93,7 @@ class Screen:
         self._introduced = True
         tokens, room = event["system_tokens"], event["n_context"]
         self.say(f"({event['label'] or 'The model'}; system prompt and tools: {tokens:,} tokens)", indent=_INDENT)
-        # Lines are left off whole, so a prompt that fits is a little below what is wanted.
-        if is_shrunk(tokens):
+        if event["shrunk"]:
             whose = "the model" if room < self._n_ctx else "--n-ctx"
             why = f"{whose} allows a context of {room:,} tokens"
             self.say(f"(The system prompt is shortened from about {WANTED_TOKENS:,} tokens, because {why}.)", indent=_INDENT)
@@ -115,7 +114,7 @@ class Screen:
 
     def summary(self, kept: tuple[Result, Result], cold: tuple[Result, Result]) -> None:
         """First start and restart, with kvkeep and without."""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
         table.add_column("")
         for header in ("time to first text\nwith kvkeep", "\nwithout", "\nratio"):
             table.add_column(header, justify="right")
@@ -133,8 +132,4 @@ class Screen:
             )
         self.say()
         self._console.print(table)
-
-
-def is_shrunk(system_tokens: int) -> bool:
-    """Whether the system prompt is shorter than wanted because of a small context, and not just by a line or two."""
-    return system_tokens < 0.9 * WANTED_TOKENS
+        self.say()

@@ -28,22 +28,29 @@ class Border(click.Group):
             ctx.exit(INTERRUPTED)
 
 
-@click.group(cls=Border, context_settings={"help_option_names": ["-h", "--help"]})
+# "\b" keeps click from filling the paragraph.
+_HELP = """Look after the llama.cpp states that kvkeep keeps on disk.
+
+Assistants built on llama-cpp-python keep them with kvkeep.cache.attach(llm), and are warm again after a restart. The
+folder can be looked at and checked while they run. New here? Begin with: kvkeep demo
+"""
+_EXIT_CODES = """\b
+Exit codes:
+    0  all is well
+    1  another error
+    2  wrong usage
+   11  the path can't hold a store
+   12  other processes keep it locked
+   22  a newer kvkeep wrote it
+   30  it is damaged
+  130  interrupted
+"""
+
+
+@click.group(cls=Border, help=_HELP, epilog=_EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="kvkeep", prog_name="kvkeep", message="%(prog)s %(version)s")
 def main() -> None:
-    """Look after the llama.cpp states that kvkeep keeps on disk.
-
-    Assistants built on llama-cpp-python write them with kvkeep.cache.attach(llm), and are warm again after a restart.
-    What the folder holds can be looked at and checked while they run.
-
-    \b
-    kvkeep demo     see what it is good for, with a small model
-    kvkeep stats    what the folder holds, and how full it is
-    kvkeep check    read everything, and say what is damaged
-
-    Exit codes: 0 all is well, 2 wrong usage, 11 the path can't hold a store, 12 it is locked, 22 a newer kvkeep wrote
-    it, 30 it is damaged, 130 interrupted.
-    """
+    """The `kvkeep` command."""
 
 
 for command in (check, demo, stats):

@@ -92,9 +92,9 @@ def _show(console: Console, holdings: Holdings) -> None:
     if not holdings.exists:
         console.print(nothing_there(holdings.path), soft_wrap=True)
         return
-    console.print(str(holdings.path), soft_wrap=True)
+    console.print(f"Cache folder: {holdings.path}", soft_wrap=True)
     if holdings.models:
-        console.print(_table(holdings))
+        console.print("", _table(holdings), "", sep="\n")
     else:
         console.print("The store is empty: no model has kept anything there yet.")
     assert holdings.capacity_bytes is not None
@@ -103,16 +103,17 @@ def _show(console: Console, holdings: Holdings) -> None:
 
 
 def _table(holdings: Holdings) -> Table:
+    """All figures in 80 columns: what is long stands in two lines."""
     several = len(holdings.models) > 1
-    table = Table(box=box.SIMPLE_HEAD, show_footer=several, pad_edge=False)
-    table.add_column("Model", plural(len(holdings.models), "model"), overflow="fold", min_width=12)
-    table.add_column("Fingerprint", no_wrap=True)
-    for header, name in (("Blocks", "blocks"), ("Tail pieces", "tails"), ("Check-points", "checkpoints"), ("Tokens", "tokens")):
-        table.add_column(header, f"{holdings.total(name):,}", justify="right")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, show_footer=several, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("Model\nfingerprint", plural(len(holdings.models), "model"), overflow="fold", min_width=_SHORT_FINGERPRINT)
+    for header, name in (("\nBlocks", "blocks"), ("Tail\npieces", "tails"), ("Check-\npoints", "checkpoints")):
+        table.add_column(header, f"{holdings.total(name):,}", justify="right", no_wrap=True)
     stored, plain = holdings.total("stored_bytes"), holdings.total("plain_bytes")
-    table.add_column("Stored", size(stored), justify="right")
-    table.add_column("of plain", _of_plain(stored, plain), justify="right")
-    table.add_column("Last used", justify="right")
+    table.add_column("\nTokens", f"{holdings.total('tokens'):,}", justify="right", no_wrap=True)
+    table.add_column("Stored\nof plain", _stored_of_plain(stored, plain), justify="right", no_wrap=True)
+    table.add_column("\nRatio", _percent(stored, plain), justify="right", no_wrap=True)
+    table.add_column("\nLast used", justify="right", no_wrap=True)
     for model in holdings.models:
         table.add_row(*_row(model))
     return table
@@ -120,17 +121,20 @@ def _table(holdings: Holdings) -> Table:
 
 def _row(model: "Usage") -> tuple[str, ...]:
     return (
-        model.label,
-        model.fingerprint.hex()[:_SHORT_FINGERPRINT],
+        f"{model.label}\n{model.fingerprint.hex()[:_SHORT_FINGERPRINT]}",
         f"{model.blocks:,}",
         f"{model.tails:,}",
         f"{model.checkpoints:,}",
         f"{model.tokens:,}",
-        size(model.stored_bytes),
-        _of_plain(model.stored_bytes, model.plain_bytes),
+        _stored_of_plain(model.stored_bytes, model.plain_bytes),
+        _percent(model.stored_bytes, model.plain_bytes),
         ago(model.used, time.time()),
     )
 
 
-def _of_plain(stored: int, plain: int) -> str:
-    return f"{size(plain)} ({stored / plain:.0%})" if plain else "-"
+def _stored_of_plain(stored: int, plain: int) -> str:
+    return f"{size(stored)}\nof {size(plain)}"
+
+
+def _percent(stored: int, plain: int) -> str:
+    return f"{stored / plain:.0%}" if plain else "-"

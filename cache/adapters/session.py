@@ -58,6 +58,7 @@ class Session:
         self._live = LiveSequence(llm)
         self._lock = threading.RLock()
         self._kept: Tokens = NO_TOKENS
+        self._save_anyway = False
         self._identification: Identification | None = None
         self._writer = Writer(self._job_failed, self.reporter.dropped)
         self._unavailable = ""
@@ -79,6 +80,7 @@ class Session:
                 lambda error: self._give_up("identifying the model", error),
             )
             self._identification.start()
+            self._later(self.repository.sweep)
         except (KvkeepError, OSError) as error:
             self._give_up("opening the cache folder", error)
 
@@ -189,6 +191,7 @@ class Session:
         missed = Match(length=0, prompt_tokens=len(prompt), reason=Reason.DAMAGED)
         restored = cache.restore(stored, prompt)
         if restored.damaged:
+            self._kept, self._save_anyway = NO_TOKENS, True
             self._later(lambda: self.reporter.quarantined(cache.quarantine(restored.damaged), restored.detail))
         if restored.length <= usable:
             return replace(missed, detail=restored.detail)
@@ -197,6 +200,7 @@ class Session:
         except StateRefused as error:
             self.reporter.error("restoring a state", error)
             refused, why = stored.entries, str(error)
+            self._kept, self._save_anyway = NO_TOKENS, True
             self._later(lambda: self.reporter.quarantined(cache.remove(refused), why))
             return replace(missed, reason=Reason.REFUSED, detail=why)
         seconds = time.perf_counter() - began
@@ -260,6 +264,10 @@ class Session:
             return True
         if np.array_equal(tokens, self._kept):
             return True
+        if self._save_anyway:
+            # What the index still shows is about to be removed by the writer.
+            self._save_anyway = False
+            return False
         return self.cache is not None and self.cache.match(tokens).length == len(tokens)
 
     def _save(self, tokens: Tokens, state: Bytes) -> None:

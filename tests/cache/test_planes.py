@@ -1,0 +1,91 @@
+"""Byte planes: the sections of some tokens in one payload, and back, whole or in part."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import filled, layouts
+from synthetic import dense_layout, random_tokens, state_of
+
+from kvkeep.cache import planes
+from kvkeep.cache.layout import Bytes, Form, Layout, blank, parse
+from kvkeep.store import codec
+from kvkeep.store.errors import BadFrame
+
+
+def split(layout: Layout, arrays: tuple[Bytes, ...]) -> Bytes:
+    payload = np.full(planes.payload_bytes(layout, arrays[0].shape[1]), 0xEE, np.uint8)
+    planes.split(layout, arrays, payload)
+    return payload
+
+
+@given(data=st.data(), layout=layouts(), n_tokens=st.integers(1, 9), first=st.integers(0, 4))
+@settings(deadline=None, max_examples=120)
+def test_what_is_split_is_joined_whole_or_in_part(data: st.DataObject, layout: Layout, n_tokens: int, first: int) -> None:
+    take = data.draw(st.integers(0, n_tokens))
+    after = data.draw(st.integers(0, 3))
+    source = filled(layout, n_tokens)[1].arrays
+    _, target = filled(layout, first + take + after + 1, seed=1)
+    before = [array.copy() for array in target.arrays]
+    planes.join(layout, split(layout, source), n_tokens, take, target.arrays, first)
+    for array, original, old in zip(target.arrays, source, before, strict=True):
+        assert np.array_equal(array[:, first : first + take], original[:, :take])
+        # Nobody else's cells are touched: other threads are writing them.
+        assert np.array_equal(array[:, :first], old[:, :first])
+        assert np.array_equal(array[:, first + take :], old[:, first + take :])
+
+
+@given(layout=layouts(), n_tokens=st.integers(2, 9), data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_a_run_in_the_middle_is_split_as_if_it_stood_alone(layout: Layout, n_tokens: int, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, n_tokens - 1))
+    stop = data.draw(st.integers(start + 1, n_tokens))
+    arrays = filled(layout, n_tokens)[1].arrays
+    cut = tuple(array[:, start:stop, :] for array in arrays)
+    assert np.array_equal(split(layout, cut), split(layout, tuple(array.copy() for array in cut)))
+
+
+@given(layout=layouts(), n_tokens=st.integers(1, 5))
+@settings(deadline=None, max_examples=60)
+def test_a_payload_is_a_permutation_of_its_sections(layout: Layout, n_tokens: int) -> None:
+    arrays = filled(layout, n_tokens)[1].arrays
+    payload = split(layout, arrays)
+    plain = np.concatenate([array.reshape(-1) for array in arrays])
+    assert np.array_equal(np.sort(payload), np.sort(plain))
+
+
+def test_planes_lie_as_the_format_says() -> None:
+    layout = dense_layout(1, 2)
+    buffer, state = blank(layout, 1, Form.SEQUENCE)
+    state.arrays[0][0, 0] = [0x11, 0xAA, 0x22, 0xBB]
+    state.arrays[1][0, 0] = [0x33, 0xCC, 0x44, 0xDD]
+    # All low bytes of keys and values, then all high bytes.
+    assert split(layout, state.arrays).tolist() == [0x11, 0x22, 0x33, 0x44, 0xAA, 0xBB, 0xCC, 0xDD]
+    assert buffer.size
+
+
+def test_widths_follow_each_other_upwards() -> None:
+    layout = dense_layout(1, 1, k_type=0, ext=True)
+    _, state = blank(layout, 1, Form.SEQUENCE)
+    state.arrays[0][...] = 9
+    state.arrays[1][0, 0] = [1, 2, 3, 4]
+    state.arrays[2][0, 0] = [5, 6]
+    assert split(layout, state.arrays).tolist() == [9] * 12 + [5, 6] + [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("size", [-1, 1, 256])
+def test_payload_of_another_length_is_refused(size: int) -> None:
+    layout = dense_layout()
+    _, state = blank(layout, 4, Form.SEQUENCE)
+    payload = np.zeros(planes.payload_bytes(layout, 4) + size, np.uint8)
+    with pytest.raises(BadFrame, match="4 tokens have 1024 bytes"):
+        planes.join(layout, payload, 4, 4, state.arrays, 0)
+
+
+@pytest.mark.parametrize("v_trans", [False, True])
+def test_splitting_is_worth_it(v_trans: bool) -> None:
+    layout = dense_layout(4, 64, v_trans=v_trans)
+    data = state_of(layout, random_tokens(64))
+    payload = split(layout, parse(data, Form.SEQUENCE, v_trans=v_trans, ext=False).arrays)
+    assert len(codec.encode(payload)) < 0.88 * payload.size
+    assert len(codec.encode(payload)) < len(codec.encode(data))

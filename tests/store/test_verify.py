@@ -1,0 +1,122 @@
+"""The border that every blob crosses: bound to its name, to its row, and through the row to its tokens."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from entries import ROOT, block, key_of, noise, opaque
+
+from kvkeep.store import codec
+from kvkeep.store.checkpoints import Checkpoint
+from kvkeep.store.entry import Entry
+from kvkeep.store.errors import BadFrame, HashMismatch, IntegrityError, MissingBlob
+from kvkeep.store.frame import Kind
+from kvkeep.store.hashing import PrefixHash, blob_id
+from kvkeep.store.nodes import Node
+from kvkeep.store.repository import NewEntry
+from kvkeep.store.verify import is_sound, verified
+
+PAYLOAD = noise(300)
+BLOCK = block([1, 2, 3, 4], payload=PAYLOAD)
+PIECE = block([7, 8], parent=key_of(BLOCK), start=4, anchor=key_of(BLOCK), payload=PAYLOAD)
+POINT = opaque([1, 2, 3], PAYLOAD)
+
+
+def as_read(entry: NewEntry) -> Entry:
+    kind: Any = Node if hasattr(entry.row, "key") else Checkpoint
+    values = {field.name: getattr(entry.row, field.name) for field in fields(entry.row)}
+    read: Entry = kind(**values, id=1, namespace_id=1, used=0.0)
+    return read
+
+
+@pytest.mark.parametrize("entry", [BLOCK, PIECE, POINT], ids=["block", "piece", "checkpoint"])
+def test_what_was_stored_verifies(entry: NewEntry) -> None:
+    header, payload = verified(memoryview(entry.value), as_read(entry))
+    assert payload.tobytes() == PAYLOAD
+    assert header.n_tokens in (2, 3, 4)
+    assert is_sound(memoryview(entry.value), as_read(entry))
+
+
+@pytest.mark.parametrize("entry", [BLOCK, POINT], ids=["block", "checkpoint"])
+def test_missing_blob_is_named(entry: NewEntry) -> None:
+    with pytest.raises(MissingBlob, match=entry.row.blob.hex()[:16]):
+        verified(None, as_read(entry))
+    assert not is_sound(None, as_read(entry))
+
+
+@pytest.mark.parametrize("entry", [BLOCK, PIECE, POINT], ids=["block", "piece", "checkpoint"])
+def test_every_flipped_byte_of_a_value_is_found(entry: NewEntry) -> None:
+    row = as_read(entry)
+    for at in range(len(entry.value)):
+        damaged = bytearray(entry.value)
+        damaged[at] ^= 0x04
+        # The three bytes of padding in a value's header mean nothing, so they can't be wrong.
+        assert is_sound(memoryview(damaged), row) == (at in (5, 6, 7))
+
+
+@pytest.mark.parametrize("entry", [BLOCK, PIECE, POINT], ids=["block", "piece", "checkpoint"])
+def test_every_truncated_value_is_found(entry: NewEntry) -> None:
+    for length in range(len(entry.value)):
+        with pytest.raises(IntegrityError):
+            verified(memoryview(entry.value[:length]), as_read(entry))
+
+
+def damaged_rows(entry: NewEntry) -> list[Any]:
+    row = as_read(entry)
+    names = [field.name for field in fields(row) if field.name not in ("id", "namespace_id", "used", "anchor", "seq_id")]
+    cases = []
+    for name in names:
+        value = getattr(row, name)
+        other = value ^ 1 if isinstance(value, int) else value[:-1] + bytes([value[-1] ^ 1])
+        cases.append(pytest.param(entry, replace(row, **{name: other}), id=f"{type(row).__name__} {name}"))
+    return cases
+
+
+@pytest.mark.parametrize(("entry", "row"), [*damaged_rows(BLOCK), *damaged_rows(PIECE), *damaged_rows(POINT)])
+def test_flipped_field_of_a_row_is_found(entry: NewEntry, row: Entry) -> None:
+    with pytest.raises(HashMismatch):
+        verified(memoryview(entry.value), row)
+
+
+@pytest.mark.parametrize("n_tokens", [-4, -1, 0, 3, 5, 4 + 64, 4 + (1 << 30)])
+def test_row_that_claims_another_number_of_tokens_is_found(n_tokens: int) -> None:
+    row = as_read(BLOCK)
+    assert isinstance(row, Node)
+    with pytest.raises(HashMismatch):
+        verified(memoryview(BLOCK.value), replace(row, n_tokens=n_tokens))
+
+
+def test_blob_of_the_same_tokens_behind_others_is_refused() -> None:
+    elsewhere = block([1, 2, 3, 4], parent=PrefixHash(b"e" * 32), payload=PAYLOAD)
+    row = replace(as_read(BLOCK), blob=elsewhere.row.blob)
+    with pytest.raises(HashMismatch, match="another entry"):
+        verified(memoryview(elsewhere.value), row)
+
+
+def test_row_and_frame_that_agree_on_wrong_tokens_are_refused() -> None:
+    # Both say [9, 9, 9, 9]; the key is still that of the true tokens.
+    forged = block([9, 9, 9, 9], payload=PAYLOAD)
+    row = as_read(forged)
+    assert isinstance(row, Node)
+    plain = bytearray(codec.decode(forged.value))
+    plain[8:40] = key_of(BLOCK)
+    value = codec.encode(bytes(plain))
+    damaged = replace(row, key=key_of(BLOCK), blob=blob_id(bytes(plain)), stored_bytes=len(value))
+    with pytest.raises(HashMismatch, match="doesn't hash to its key"):
+        verified(memoryview(value), damaged)
+
+
+def test_checkpoint_row_cant_point_to_a_block() -> None:
+    row = as_read(POINT)
+    assert isinstance(row, Checkpoint)
+    with pytest.raises(HashMismatch):
+        verified(memoryview(BLOCK.value), replace(row, blob=BLOCK.row.blob, kind=Kind.BLOCK, prefix=key_of(BLOCK), pos=4, path=b""))
+
+
+def test_value_that_is_no_frame_is_refused() -> None:
+    plain = b"no frame at all" * 20
+    value = codec.encode(plain)
+    with pytest.raises(BadFrame):
+        verified(memoryview(value), replace(as_read(BLOCK), blob=blob_id(plain)))
+    assert PIECE.row.blob != BLOCK.row.blob
+    assert ROOT == BLOCK.row.parent  # type: ignore[union-attr]
