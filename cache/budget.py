@@ -60,7 +60,7 @@ def make_room(writing: Writing, incoming: int, protect: Collection[PrefixHash] =
 def _choose(writing: Writing, surplus: int, protect: Collection[PrefixHash]) -> list[Entry]:
     with writing.index.read() as connection:
         leaves = nodes.oldest_leaves(connection, _BATCH + len(protect))
-        points = checkpoints.oldest(connection, _BATCH)
+        points = checkpoints.oldest(connection, _BATCH + len(protect))
     candidates: list[Entry] = [*leaves, *points]
     candidates.sort(key=lambda entry: entry.used)
     chosen: list[Entry] = []

@@ -1,6 +1,5 @@
 """The background writer: takes copies of states and stores them when nobody needs the processor."""
 
-import atexit
 import threading
 import time
 from collections import deque
@@ -63,7 +62,6 @@ class Writer:
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="kvkeep-writer", daemon=True)
         self._thread.start()
-        _writers.add(self)
 
     def submit(self, job: Job) -> None:
         """Queue a job. Waiting jobs that it makes superfluous go; the oldest go if too much waits.
@@ -109,7 +107,6 @@ class Writer:
         self.flush()
         if self._thread is not threading.current_thread():
             self._thread.join()
-        _writers.discard(self)
 
     def _next(self, at_end: Callable[[], bool], deadline: float | None) -> Job | None:
         """The next job, as soon as none is running; None when `at_end` or at the deadline.
@@ -139,14 +136,3 @@ class Writer:
         while (job := self._next(lambda: self._closed, None)) is not None:
             self._do(job)
             del job  # a state of gigabytes must not live until the next one comes
-
-
-# Kept alive until they are closed: a writer whose owner is gone still has to finish. Daemon threads still run while
-# exit handlers do, so what waits is stored at a normal end of the interpreter.
-_writers: set[Writer] = set()
-
-
-@atexit.register
-def _close_all() -> None:
-    for writer in list(_writers):
-        writer.close()

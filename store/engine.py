@@ -26,6 +26,7 @@ from kvkeep.store.schema import REVISION
 
 # A writer here waits this long for another process's commit; writers are serialised by `writer.lock` anyway.
 BUSY_SECONDS = 5.0
+WAL_BYTES = 1 << 20
 _WRITE = "kvkeep_write"
 
 # Must come before the first table: it can't be changed later without rewriting the file. Said to an empty file only,
@@ -37,7 +38,9 @@ _PRAGMAS = (
     "PRAGMA synchronous=NORMAL",
     "PRAGMA foreign_keys=ON",
     # The WAL counts against the byte budget; without a limit it keeps its largest size for good.
-    f"PRAGMA journal_size_limit={4 << 20}",
+    f"PRAGMA journal_size_limit={WAL_BYTES}",
+    # In pages of 4 KiB; the default of 1,000 lets the log grow to 4 MiB.
+    f"PRAGMA wal_autocheckpoint={WAL_BYTES // 4096}",
     f"PRAGMA busy_timeout={int(BUSY_SECONDS * 1000)}",
 )
 

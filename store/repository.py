@@ -36,10 +36,12 @@ ROOT_LOCK = "lock"
 WRITER_LOCK = "writer.lock"
 
 DEFAULT_CAPACITY = 4 << 30
-# LMDB needs a few pages per transaction, SQLite's write-ahead log alone may take 4 MiB.
+# Below this the index's share leaves next to nothing for blobs.
 MIN_CAPACITY = 16 << 20
-# The blobs' share of the budget; the rest is for the index (about 1 KB a block) and its write-ahead log.
-BLOB_SHARE = 7 / 8
+# The index's share of the budget: about 1 KB a block of tens of KB and more, and never less than its write-ahead log and
+# the copies that SQLite makes of pages need.
+INDEX_SHARE = 1 / 8
+MIN_INDEX_BYTES = 4 << 20
 
 # How long an open waits for another process's schema migration.
 OPEN_SECONDS = 10.0
@@ -167,7 +169,7 @@ class Repository:
             self.capacity_bytes = self._agree_on_capacity(capacity_bytes)
             with self.index.read() as connection:
                 generation = settings.get(connection, settings.GENERATION, 1)
-            self.blobs = BlobStore(path / f"blobs-{generation}", int(self.capacity_bytes * BLOB_SHARE))
+            self.blobs = BlobStore(path / f"blobs-{generation}", _map_bytes(self.capacity_bytes))
         except BaseException:
             self._lock.release()
             raise
@@ -273,6 +275,10 @@ class Repository:
         self._closed = True
         self.blobs.close()
         self.index.abandon()
+
+
+def _map_bytes(capacity_bytes: int) -> int:
+    return capacity_bytes - max(MIN_INDEX_BYTES, int(capacity_bytes * INDEX_SHARE))
 
 
 def _make_private(path: Path) -> None:

@@ -32,7 +32,6 @@ class Folder:
 
     path: Path
     kept: bool
-    bytes_before: int
 
 
 @click.command()
@@ -86,12 +85,14 @@ def _default_model() -> Path:
 @contextmanager
 def _folder(path: Path | None, keep: bool) -> Iterator[Folder]:
     if path is not None:
-        yield Folder(path, True, _disk_bytes(path))
+        # Said before anything is run, if the path can't hold a store.
+        _disk_bytes(path)
+        yield Folder(path, True)
     elif keep:
-        yield Folder(Path(tempfile.mkdtemp(prefix="kvkeep-demo-")), True, 0)
+        yield Folder(Path(tempfile.mkdtemp(prefix="kvkeep-demo-")), True)
     else:
         with tempfile.TemporaryDirectory(prefix="kvkeep-demo-", ignore_cleanup_errors=True) as temporary:
-            yield Folder(Path(temporary), False, 0)
+            yield Folder(Path(temporary), False)
 
 
 def _disk_bytes(path: Path) -> int:

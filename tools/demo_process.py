@@ -38,7 +38,8 @@ def run(job: Job, on_event: Callable[[Event], None]) -> Result:
     # A file and not a pipe: nobody reads it while events come, and a full pipe would stop the process.
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "kvkeep.tools.demo_chat"],
+            # -P: modules that happen to lie in the working folder aren't ours.
+            [sys.executable, "-P", "-m", "kvkeep.tools.demo_chat"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -116,7 +116,7 @@ class Screen:
         """First start and restart, with kvkeep and without."""
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
         table.add_column("")
-        for header in ("time to first text\nwith kvkeep", "\nwithout", "\nratio"):
+        for header in ("first text\nwith kvkeep", "\nwithout", "\nratio"):
             table.add_column(header, justify="right")
         for header in ("tokens decoded\nwith kvkeep", "\nwithout", "\nratio"):
             table.add_column(header, justify="right")

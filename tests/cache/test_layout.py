@@ -2,7 +2,6 @@
 
 import struct
 from dataclasses import replace
-from functools import cache
 
 import llamas
 import models
@@ -16,6 +15,7 @@ from synthetic import ARCH, dense_layout, random_tokens, state_of
 
 from kvkeep.cache.layout import SEQUENCE_MAGIC, Bytes, Form, Layout, Role, Section, State, blank, parse
 from kvkeep.store.errors import LayoutError, TruncatedState, UnknownLayout
+
 
 def read(data: Bytes, form: Form, layout: Layout) -> State:
     return parse(data, form, v_trans=layout.v_trans, ext=layout.ext)
@@ -93,7 +93,9 @@ SMALL = [
 def test_every_truncation_is_refused(layout: Layout, form: Form) -> None:
     buffer, _ = filled(layout, 3, form)
     # MLA's bytes are those of a model with values up to there: nothing tells the two apart but the model.
-    keys_only = blank(replace(layout, sections=tuple(s for s in layout.sections if s.role in (Role.EXT, Role.KEY))), 3, form, ARCH)
+    keys_only = blank(
+        replace(layout, sections=tuple(s for s in layout.sections if s.role in (Role.EXT, Role.KEY))), 3, form, ARCH
+    )
     for length in range(buffer.size):
         if length == keys_only[0].size:
             continue
@@ -163,7 +165,15 @@ def test_hostile_row_is_refused_without_allocating(size: int) -> None:
 @pytest.mark.parametrize(("size", "outer"), [(2, 2**31), (2, 2**32 - 1), (2**32 - 2, 1), (2, 0)])
 def test_hostile_columns_are_refused_without_allocating(size: int, outer: int) -> None:
     key = struct.pack("<iQ", 1, 2) + bytes(2)
-    data = HEAD + struct.pack("<II", 1, 1) + CELL + struct.pack("<II", 1, 1) + key + struct.pack("<iII", 1, size, outer) + bytes(64)
+    data = (
+        HEAD
+        + struct.pack("<II", 1, 1)
+        + CELL
+        + struct.pack("<II", 1, 1)
+        + key
+        + struct.pack("<iII", 1, size, outer)
+        + bytes(64)
+    )
     with pytest.raises(LayoutError):
         parse(data, Form.SEQUENCE, v_trans=True, ext=False)
 
@@ -239,13 +249,17 @@ def rewritten(data: Bytes, form: Form, arch: str, v_trans: bool, ext: bool) -> B
     return buffer
 
 
-@cache
+_states: dict[tuple[str, str], dict[Form, Bytes]] = {}
+
+
 def real_states(path: str, setting: Setting) -> dict[Form, Bytes]:
-    llm = llamas.load(path, **setting.options)
-    llm.eval(llamas.random_tokens(150))
-    states = {Form.SEQUENCE: llamas.sequence_state(llm), Form.WHOLE: llamas.whole_state(llm)}
-    llm.close()
-    return states
+    """Both forms of a context that has decoded 150 tokens. Remembered."""
+    if (path, setting.name) not in _states:
+        llm = llamas.load(path, **setting.options)
+        llm.eval(llamas.random_tokens(150))
+        _states[path, setting.name] = {Form.SEQUENCE: llamas.sequence_state(llm), Form.WHOLE: llamas.whole_state(llm)}
+        llm.close()
+    return _states[path, setting.name]
 
 
 @pytest.mark.parametrize("form", Form)

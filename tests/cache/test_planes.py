@@ -84,8 +84,8 @@ def test_payload_of_another_length_is_refused(size: int) -> None:
 
 @pytest.mark.parametrize("v_trans", [False, True])
 def test_splitting_is_worth_it(v_trans: bool) -> None:
-    layout = dense_layout(4, 64, v_trans=v_trans)
+    # Larger than one block of zstd, which has one entropy table for both planes.
+    layout = dense_layout(16, 128, v_trans=v_trans)
     data = state_of(layout, random_tokens(64))
     payload = split(layout, parse(data, Form.SEQUENCE, v_trans=v_trans, ext=False).arrays)
-    assert len(codec.encode(payload)) < 0.88 * payload.size
-    assert len(codec.encode(payload)) < len(codec.encode(data))
+    assert len(codec.encode(payload)) < 0.95 * len(codec.encode(data))

@@ -12,7 +12,16 @@ from sqlalchemy import exc, text
 
 from kvkeep.store import engine
 from kvkeep.store.engine import Index, translated
-from kvkeep.store.errors import DiskFull, IntegrityError, KvkeepError, MigrationFailed, NotARoot, StoreError, StoreLocked, TooNew
+from kvkeep.store.errors import (
+    DiskFull,
+    IntegrityError,
+    KvkeepError,
+    MigrationFailed,
+    NotARoot,
+    StoreError,
+    StoreLocked,
+    TooNew,
+)
 from kvkeep.store.registry import close_root, open_root
 from kvkeep.store.schema import REVISION
 

@@ -54,7 +54,9 @@ def encoded(items: list[tuple[str, str | bytes]]) -> list[tuple[str, bytes]]:
 
 @given(fields, fields)
 @settings(deadline=None, max_examples=200)
-def test_different_fields_never_give_the_same_digest(a: list[tuple[str, str | bytes]], b: list[tuple[str, str | bytes]]) -> None:
+def test_different_fields_never_give_the_same_digest(
+    a: list[tuple[str, str | bytes]], b: list[tuple[str, str | bytes]]
+) -> None:
     assert (digest_fields("purpose", a) == digest_fields("purpose", b)) == (encoded(a) == encoded(b))
 
 

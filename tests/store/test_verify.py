@@ -110,7 +110,9 @@ def test_checkpoint_row_cant_point_to_a_block() -> None:
     row = as_read(POINT)
     assert isinstance(row, Checkpoint)
     with pytest.raises(HashMismatch):
-        verified(memoryview(BLOCK.value), replace(row, blob=BLOCK.row.blob, kind=Kind.BLOCK, prefix=key_of(BLOCK), pos=4, path=b""))
+        verified(
+            memoryview(BLOCK.value), replace(row, blob=BLOCK.row.blob, kind=Kind.BLOCK, prefix=key_of(BLOCK), pos=4, path=b"")
+        )
 
 
 def test_value_that_is_no_frame_is_refused() -> None:

@@ -37,9 +37,13 @@ DENSE_SETTINGS = (
 )
 
 
+# One thread: tiny models gain nothing from two, and beside another busy process ggml's barriers cost a hundredfold.
+_DEFAULTS = {"n_ctx": 1024, "n_batch": 128, "n_threads": 1, "n_threads_batch": 1, "verbose": False, "seed": 1}
+
+
 def load(path: str, **options: Any) -> Llama:
     """A quiet `Llama` with a small context."""
-    llm = Llama(path, **({"n_ctx": 1024, "n_batch": 128, "verbose": False, "seed": 1} | options))
+    llm = Llama(path, **(_DEFAULTS | options))
     _count_decodes(llm)
     return llm
 
