@@ -189,12 +189,17 @@ def token_bytes(tokens: Tokens) -> bytes:
     """Tokens as little-endian int32.
 
     Raises:
-        UsageError: a token doesn't fit.
+        UsageError: they aren't whole numbers of 32 bits in a row.
     """
     try:
-        return np.asarray(tokens, dtype="<i4").tobytes()
+        given = np.asarray(tokens)
+        converted = given.astype("<i4")
     except (OverflowError, ValueError, TypeError) as error:
         raise UsageError(f"tokens are whole numbers of 32 bits: {error}") from error
+    # numpy cuts what doesn't fit without a word, and the states of other tokens would match.
+    if given.ndim != 1 or not np.array_equal(given, converted):
+        raise UsageError(f"tokens are whole numbers of 32 bits in a row, not {given.dtype} of shape {given.shape}")
+    return converted.tobytes()
 
 
 def _best(points: Sequence[Checkpoint], borders: Sequence[PrefixHash], data: bytes, block_tokens: int) -> Checkpoint | None:

@@ -7,10 +7,10 @@ tokens were flipped on disk, ends the walk instead of being served.
 from collections.abc import Sequence
 
 import numpy as np
-from sqlalchemy import Connection
 
 from kvkeep.cache.match import Step
 from kvkeep.store import nodes
+from kvkeep.store.engine import Connection
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.nodes import Node

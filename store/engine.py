@@ -24,6 +24,9 @@ from kvkeep.store.errors import (
 )
 from kvkeep.store.schema import REVISION
 
+# The type of a transaction's handle, for those above the store, who don't know sqlalchemy.
+__all__ = ["BUSY_SECONDS", "WAL_BYTES", "Connection", "Index", "translated"]
+
 # A writer here waits this long for another process's commit; writers are serialised by `writer.lock` anyway.
 BUSY_SECONDS = 5.0
 WAL_BYTES = 1 << 20

@@ -14,7 +14,7 @@ from llamas import DENSE_SETTINGS, Setting
 from synthetic import ARCH, dense_layout, random_tokens, state_of
 
 from kvkeep.cache.layout import SEQUENCE_MAGIC, Bytes, Form, Layout, Role, Section, State, blank, parse
-from kvkeep.store.errors import LayoutError, TruncatedState, UnknownLayout
+from kvkeep.store.errors import LayoutError, UnknownLayout
 
 
 def read(data: Bytes, form: Form, layout: Layout) -> State:

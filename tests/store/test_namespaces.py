@@ -66,7 +66,7 @@ def test_usage_of_an_empty_namespace_is_zero(repository: Repository) -> None:
     with repository.rows() as connection:
         (found,) = namespaces.usage(connection)
     assert (found.blocks, found.tails, found.checkpoints, found.tokens, found.stored_bytes) == (0, 0, 0, 0, 0)
-    assert ROOT == found.fingerprint
+    assert found.fingerprint == ROOT
 
 
 def test_ids_name_every_namespace(repository: Repository) -> None:

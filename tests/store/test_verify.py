@@ -121,4 +121,4 @@ def test_value_that_is_no_frame_is_refused() -> None:
     with pytest.raises(BadFrame):
         verified(memoryview(value), replace(as_read(BLOCK), blob=blob_id(plain)))
     assert PIECE.row.blob != BLOCK.row.blob
-    assert ROOT == BLOCK.row.parent  # type: ignore[union-attr]
+    assert BLOCK.row.parent == ROOT  # type: ignore[union-attr]
