@@ -15,8 +15,9 @@ from kvkeep.store.errors import LayoutError, MapFull, UnknownLayout
 from kvkeep.store.frame import TOKEN_BYTES, FrameHeader, Kind
 from kvkeep.store.hashing import PrefixHash, blob_id, extend
 from kvkeep.store.namespaces import Namespace
-from kvkeep.store.nodes import NewNode
+from kvkeep.store.nodes import NewNode, Node
 from kvkeep.store.repository import NewEntry, Writing
+from kvkeep.store.verify import is_sound
 
 if TYPE_CHECKING:
     from kvkeep.cache.prefix_cache import Identity
@@ -108,8 +109,9 @@ class Saver:
             start = i * self._space.block_tokens
             known = stored.get(key)
             if known is None or not radix.is_block(known, self._borders[i], tokens, start):
-                self._replace_pieces(self._borders[i], tokens, start)
                 self._node(state, self._borders[i], self._borders[i], tokens, tokens, start)
+                # Behind it: a full batch is committed before the block is queued, and they must go with the block.
+                self._replace_pieces(self._borders[i], tokens, start)
 
     def _replace_pieces(self, anchor: PrefixHash, block: bytes, start: int) -> None:
         """Pieces of a tail that a full block makes superfluous, if no other chat stands on them."""
@@ -157,8 +159,12 @@ class Saver:
         prefix = extend(anchor, path) if path else anchor
         pos = len(self._tokens) // TOKEN_BYTES
         with self._writing.index.read() as connection:
-            if checkpoints.find(connection, Kind.OPAQUE, 0, pos, prefix) is not None:
+            known = checkpoints.find(connection, Kind.OPAQUE, 0, pos, prefix)
+        if known is not None:
+            if (known.anchor, known.path) == (anchor, path):
                 return
+            # Damaged, so that no walk finds it.
+            self._batch.replaced.append(known)
         header = FrameHeader(Kind.OPAQUE, prefix, self._borders[0], 0, self._tokens, b"")
         plain, payload = frame.allocate(header, data.size)
         payload[:] = data
@@ -180,14 +186,25 @@ class Saver:
         batch, self._batch = self._batch, _Batch()
         if not batch.entries:
             return
-        with self._writing.index.read() as connection:
-            # A damaged row, or one of other tokens that hash alike, was passed over above and still has the key.
-            keys = [entry.row.key for entry in batch.entries if isinstance(entry.row, NewNode)]
-            batch.replaced += nodes.by_keys(connection, keys).values()
+        batch.replaced += self._in_the_way(batch)
         self._saved.evicted += len(budget.make_room(self._writing, batch.size, self._protected))
         self._add(batch)
         self._saved.written += len(batch.entries)
         self._saved.written_bytes += sum(len(entry.value) for entry in batch.entries)
+
+    def _in_the_way(self, batch: _Batch) -> list[Node]:
+        """Damaged rows that the walk passed over, and that still have the keys of new nodes.
+
+        Raises:
+            UnknownLayout: one is sound, but of other tokens that hash alike. What stands on it would stand on the new one.
+        """
+        new = {entry.row.key: entry.row for entry in batch.entries if isinstance(entry.row, NewNode)}
+        with self._writing.index.read() as connection, self._writing.blobs.read() as blobs:
+            found = nodes.by_keys(connection, list(new))
+            for key, node in found.items():
+                if not _is_same(node, new[key]) and is_sound(blobs.get(node.blob), node):
+                    raise UnknownLayout(f"another entry already has the key of the node at position {new[key].start}")
+        return list(found.values())
 
     def _add(self, batch: _Batch) -> None:
         """Store a batch. Free pages can be in the wrong places: then evict more, and try again."""
@@ -201,6 +218,11 @@ class Saver:
                 self._writing.blobs.settle()
                 evicted = budget.make_room(self._writing, batch.size * (attempt + 1), self._protected)
                 self._saved.evicted += len(evicted)
+
+
+def _is_same(one: NewNode, other: NewNode) -> bool:
+    """Whether two rows speak of the same tokens behind the same parent."""
+    return (one.parent, one.start, one.tokens) == (other.parent, other.start, other.tokens)
 
 
 def _in_order(state: State, n_tokens: int) -> State:

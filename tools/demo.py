@@ -113,8 +113,8 @@ class _Demo:
     def run(self) -> dict[str, Any]:
         """Everything; the JSON document about it."""
         self._screen.say("How long does a restarted assistant take to answer? Two processes, one after the other.")
-        self._screen.say(f"Model:  {self._job.model} ({size(Path(self._job.model).stat().st_size)})")
-        self._screen.say(f"States: {self._folder.path}" + ("" if self._folder.kept else " (removed at the end)"))
+        self._screen.line(f"Model:  {self._job.model} ({size(Path(self._job.model).stat().st_size)})")
+        self._screen.line(f"States: {self._folder.path}" + ("" if self._folder.kept else " (removed at the end)"))
         kept = self._pair("with kvkeep", 1, str(self._folder.path))
         cold = self._pair("without", 3, None)
         disk_bytes = _disk_bytes(self._folder.path)
@@ -152,7 +152,7 @@ class _Demo:
             )
         if self._folder.kept:
             self._screen.say(f"The states lie in {self._folder.path} ({size(disk_bytes)}). Look at them:")
-            self._screen.say(f"kvkeep stats --path {self._folder.path}", indent=3)
+            self._screen.line(f"   kvkeep stats --path {self._folder.path}")
         else:
             self._screen.say(f"The states took {size(disk_bytes)} and are removed now; --keep or --path FOLDER leaves them.")
 

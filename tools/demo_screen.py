@@ -50,12 +50,15 @@ class Screen:
         self._introduced = False
 
     def say(self, text: str = "", style: str = "", indent: int = 0) -> None:
-        """One paragraph. Outside of a terminal it stays one line."""
-        folded = Padding(Text(text, style=style), (0, 0, 0, indent))
+        """One paragraph, folded in a terminal, one line elsewhere."""
         if self._console.is_terminal:
-            self._console.print(folded)
+            self._console.print(Padding(Text(text, style=style), (0, 0, 0, indent)))
         else:
-            self._console.print(" " * indent + text, soft_wrap=True)
+            self.line(" " * indent + text)
+
+    def line(self, text: str) -> None:
+        """A line that is never folded, so that a path or command in it can be copied."""
+        self._console.print(text, soft_wrap=True)
 
     @contextmanager
     def process(self, title: str, question: str) -> Iterator[Callable[[Event], None]]:

@@ -2,16 +2,21 @@
 
 The writer is kept busy for the whole of every measured span: each finished save submits the next one, of tokens that
 were never stored. For comparison the same saves run in a thread of ordinary priority, which is what the idle priority
-was chosen over.
+was chosen over. On a busy machine an idle thread that holds the interpreter's lock can be off the processor for long,
+and the model's thread waits for it: the longest wait for a token shows that.
 """
 
 import itertools
 import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,35 +32,70 @@ from kvkeep.cache.adapters.session import Session
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.writer import Job, Writer
 
-N_PROMPT = 512
-N_ANSWER = 64
 _SAVED_TOKENS = 1024
 # Beside an ordinary thread a token may take a second.
 _MOST_SECONDS = 8.0
 # Full after a while, so that evictions are part of what the writer does.
 _CAPACITY = 1 << 30
-_WHAT = ("prefill", "generation")
+N_ANSWER = 64
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A machine to work on.
+
+    Attributes:
+        name: what people read.
+        threads: that the model gets.
+        others: programs that want a whole core each.
+        prompt: tokens to prefill; the busy machine is slow, and only its generation is looked at.
+    """
+
+    name: str
+    threads: int
+    others: int
+    prompt: int
+
+
+_CORES = os.cpu_count() or 1
+_SETTINGS = {
+    "quiet": _Setting("all cores to the model", _CORES, 0, 512),
+    # One thread, because ggml's barriers hide everything else once its threads don't run at the same time.
+    "busy": _Setting("other programs on all cores, model on one thread", 1, _CORES, 64),
+}
 
 
 def measure(run: Run) -> list[Figure]:
-    run.say("prefill and generation with the writer resting, working idly, working at ordinary priority")
-    found = children.run(__file__, "behind", folder=str(run.folder), rounds=2 if run.quick else 10)
-    return [_figure(found, how, what) for how in ("idle", "ordinary") for what in _WHAT]
+    run.say("the writer resting, working idly, working at ordinary priority")
+    quiet = children.run(__file__, "behind", folder=str(run.folder / "quiet"), setting="quiet", rounds=2 if run.quick else 10)
+    run.say("the same on a busy machine")
+    busy = children.run(__file__, "behind", folder=str(run.folder / "busy"), setting="busy", rounds=3 if run.quick else 12)
+    return [
+        _figure(quiet, "idle", "prefill", AtLeast(0.9)),
+        _figure(quiet, "idle", "generation", AtLeast(0.9)),
+        _figure(quiet, "ordinary", "prefill"),
+        _figure(quiet, "ordinary", "generation"),
+        _figure(busy, "idle", "generation"),
+    ]
 
 
-def _figure(found: dict[str, Any], how: str, what: str) -> Figure:
+def _figure(found: dict[str, Any], how: str, what: str, target: AtLeast | None = None) -> Figure:
     # Round by round, because the machine's speed drifts more between rounds than within one.
-    pairs = [(row[how][what], row["none"][what]) for row in found["rounds"] if how in row]
-    ratios = [with_writer / without for with_writer, without in pairs]
-    spans = [row[how] for row in found["rounds"] if how in row]
-    total = {key: sum(span[key] for span in spans) for key in ("saves", "writer_seconds", "seconds")}
+    pairs = [(row[how], row["none"]) for row in found["rounds"] if how in row]
+    ratios = [beside[what] / alone[what] for beside, alone in pairs]
+    total = {key: sum(beside[key] for beside, _ in pairs) for key in ("saves", "writer_seconds", "seconds")}
     detail = (
-        f"{statistics.median(a for a, _ in pairs):.1f} against {statistics.median(b for _, b in pairs):.1f} tokens/s; "
-        f"ratios {min(ratios):.2f} to {max(ratios):.2f}; in {total['seconds']:.0f} s of prefill and generation "
-        f"{total['saves']} saves, {total['writer_seconds']:.1f} s on the processor"
+        f"{statistics.median(beside[what] for beside, _ in pairs):.1f} against "
+        f"{statistics.median(alone[what] for _, alone in pairs):.1f} tokens/s; ratios {min(ratios):.2f} to {max(ratios):.2f}; "
+        f"longest wait for a token {_longest(pairs, 0):.0f} against {_longest(pairs, 1):.0f} ms; in {total['seconds']:.0f} s "
+        f"{total['saves']:.0f} saves ended, writer {total['writer_seconds']:.1f} s on the processor"
     )
-    name = f"{what}, writer at {how} priority / not working"
-    return Figure(name, statistics.median(ratios), "x", AtLeast(0.9) if how == "idle" else None, detail)
+    name = f"{what}, writer at {how} priority / not working; {_SETTINGS[found['setting']].name}"
+    return Figure(name, statistics.median(ratios), "x", target, detail)
+
+
+def _longest(pairs: list[tuple[dict[str, float], dict[str, float]]], index: int) -> float:
+    return 1e3 * max(pair[index]["longest"] for pair in pairs)
 
 
 # -- in the child -------------------------------------------------------------------------------------------------
@@ -119,23 +159,36 @@ class _Saves:
         yield
 
 
-def _behind(folder: str, rounds: int) -> dict[str, Any]:
-    cores = os.cpu_count() or 1
-    llm = llamas.load(models.smollm2(), n_ctx=2048, n_batch=512, n_threads=cores, n_threads_batch=cores)
-    session = Session(llm, Path(folder) / "root", _CAPACITY, False, "")
+def _behind(folder: str, setting: str, rounds: int) -> dict[str, Any]:
+    machine = _SETTINGS[setting]
+    llm = llamas.load(models.smollm2(), n_ctx=2048, n_batch=512, n_threads=machine.threads, n_threads_batch=machine.threads)
+    session = Session(llm, Path(folder), _CAPACITY, False, "")
     assert session.cache is not None
     saves = _Saves(session.cache, llm)
-    prompt = texts.long_tokens(llm, N_PROMPT)
+    prompt = texts.long_tokens(llm, machine.prompt)
     _span(llm, prompt)
     ways = {"none": saves.by_nobody, "idle": saves.by_writer, "ordinary": saves.by_ordinary_thread}
     rows = []
-    for i in range(rounds):
-        # The ordinary thread takes ten times as long, and its effect can be seen in a few rounds.
-        names = [name for name in ways if name != "ordinary" or i % 3 == 0]
-        names = names[::-1] if i % 2 else names
-        rows.append({name: _beside(saves, ways[name], llm, prompt) for name in names})
+    with _others(machine.others):
+        for i in range(rounds):
+            # The ordinary thread takes ten times as long, and its effect can be seen in a few rounds.
+            wanted = [name for name in ways if name != "ordinary" or (setting == "quiet" and i % 3 == 0)]
+            wanted = wanted[::-1] if i % 2 else wanted
+            rows.append({name: _beside(saves, ways[name], llm, prompt) for name in wanted})
     session.close()
-    return {"rounds": rows}
+    return {"setting": setting, "rounds": rows}
+
+
+@contextmanager
+def _others(count: int) -> Iterator[None]:
+    """Programs that keep a core busy each."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for program in started:
+            program.kill()
+            program.wait()
 
 
 def _beside(saves: _Saves, way: Callable[[], Any], llm: Llama, prompt: list[int]) -> dict[str, float]:
@@ -146,24 +199,25 @@ def _beside(saves: _Saves, way: Callable[[], Any], llm: Llama, prompt: list[int]
         rates = _span(llm, prompt)
         seconds = time.perf_counter() - began
         done = {"saves": saves.finished - finished, "writer_seconds": saves.cpu_seconds() - cpu, "seconds": seconds}
-        assert saves.clock is None or saves.wanted.is_set()
+        # Whoever saves has begun, and hasn't been told to stop.
+        assert way == saves.by_nobody or (saves.clock is not None and saves.wanted.is_set())
     return rates | done
 
 
 def _span(llm: Llama, prompt: list[int]) -> dict[str, float]:
-    """Tokens a second of a prefill and of the generation behind it."""
+    """Tokens a second of a prefill and of the generation behind it, and the longest wait for a token."""
     llamas.forget(llm)
     began = time.perf_counter()
     stream = llm.generate(prompt, temp=0.0)
     next(stream)
-    prefill = len(prompt) / (time.perf_counter() - began)
-    count, began = 0, time.perf_counter()
-    while count < N_ANSWER and time.perf_counter() - began < _MOST_SECONDS:
+    at = [time.perf_counter()]
+    prefill = len(prompt) / (at[0] - began)
+    while len(at) <= N_ANSWER and at[-1] - at[0] < _MOST_SECONDS:
         next(stream)
-        count += 1
-    generation = count / (time.perf_counter() - began)
+        at.append(time.perf_counter())
     stream.close()
-    return {"prefill": prefill, "generation": generation}
+    longest = max(after - before for before, after in pairwise(at))
+    return {"prefill": prefill, "generation": (len(at) - 1) / (at[-1] - at[0]), "longest": longest}
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from blake3 import blake3
 from sqlalchemy import text
 from synthetic import ARCH, SMALL, dense_layout, identity, random_tokens, state_of
 
-from kvkeep.cache import prefix_cache
+from kvkeep.cache import budget, prefix_cache
 from kvkeep.cache import save as save_module
 from kvkeep.cache.layout import Bytes, Form, Layout, MemoryKind, blank
 from kvkeep.cache.match import Match, Reason, Source
@@ -76,22 +76,21 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("shared", [1, 2, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, 3 * B, 3 * B + 1, 50])
-def test_any_prefix_of_what_is_stored_comes_back(repository: Repository, name: str, shared: int) -> None:
+def test_any_prefix_of_what_is_stored_comes_back(repository: Repository, name: str) -> None:
     layout = LAYOUTS[name]
     cache = PrefixCache(repository, identity(v_trans=layout.v_trans, ext=layout.ext), block_tokens=B)
     keep(cache, CHAT, layout)
-    restored = fetch(cache, CHAT[:shared] + OTHER[shared:], layout)
-    assert restored.length == shared
+    for shared in (0, 1, 2, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1, 3 * B, 3 * B + 1, 50):
+        assert fetch(cache, CHAT[:shared] + OTHER[shared:], layout).length == shared
 
 
-@pytest.mark.parametrize("shared", range(0, 51, 7))
-def test_any_prefix_comes_back_after_a_restart(root: Path, shared: int) -> None:
+def test_any_prefix_comes_back_after_a_restart(root: Path) -> None:
     repository = open_root(root, 64 << 20)
     keep(PrefixCache(repository, identity(), block_tokens=B), CHAT)
     close_root(repository)
     repository = open_root(root)
-    assert fetch(PrefixCache(repository, identity()), CHAT[:shared] + OTHER).length == shared
+    for shared in range(51):
+        assert fetch(PrefixCache(repository, identity()), CHAT[:shared] + OTHER).length == shared
     close_root(repository)
 
 
@@ -189,11 +188,10 @@ def test_states_of_another_identity_never_match(repository: Repository, cache: P
     assert cache.match(CHAT).length == 50
 
 
-@pytest.mark.parametrize("at_most", [-1, 0, 1, 15, 16, 17, 49, 50, 99])
-def test_no_more_is_used_than_is_wanted(cache: PrefixCache, at_most: int) -> None:
+def test_no_more_is_used_than_is_wanted(cache: PrefixCache) -> None:
     keep(cache, CHAT)
-    restored = fetch(cache, CHAT, at_most=at_most)
-    assert restored.length == max(0, min(at_most, 50))
+    for at_most in (-1, 0, 1, 15, 16, 17, 49, 50, 99):
+        assert fetch(cache, CHAT, at_most=at_most).length == max(0, min(at_most, 50))
 
 
 def test_match_knows_what_it_would_read(cache: PrefixCache) -> None:
@@ -211,10 +209,10 @@ def test_empty_prompt_matches_nothing(cache: PrefixCache) -> None:
 
 @pytest.mark.parametrize("tokens", [[2**31], [-(2**31) - 1], [1.5], ["a"], [None], [[1, 2], [3, 4]]])
 @pytest.mark.parametrize("as_array", [False, True])
-def test_what_is_no_token_is_a_usage_error(cache: PrefixCache, tokens: list[Any], as_array: bool) -> None:
+def test_what_is_no_token_is_a_usage_error(tokens: list[Any], as_array: bool) -> None:
     # An array would be converted without a word, and another prompt would match.
     with pytest.raises(UsageError, match="32 bits"):
-        cache.match(np.array(tokens) if as_array else tokens)
+        token_bytes(np.array(tokens) if as_array else tokens)
 
 
 def test_tokens_of_every_integer_type_are_the_same_tokens() -> None:
@@ -372,17 +370,17 @@ def with_position(cell: int, position: int) -> Bytes:
     return data
 
 
-@pytest.mark.parametrize(("cell", "position"), [(49, 50), (0, 50), (10, 11), (10, 9), (49, 2**31 - 1)])
-def test_state_with_a_hole_or_a_position_twice_is_refused(cache: PrefixCache, cell: int, position: int) -> None:
-    with pytest.raises(LayoutError, match="positions 0 to 49"):
-        cache.save(CHAT, with_position(cell, position))
+def test_state_with_a_hole_or_a_position_twice_is_refused(cache: PrefixCache) -> None:
+    for cell, position in ((49, 50), (0, 50), (10, 11), (10, 9), (49, 2**31 - 1)):
+        with pytest.raises(LayoutError, match="positions 0 to 49"):
+            cache.save(CHAT, with_position(cell, position))
     assert entries(cache) == []
 
 
-@pytest.mark.parametrize("length", [0, 1, 49, 51])
-def test_state_of_another_length_than_its_tokens_is_refused(cache: PrefixCache, length: int) -> None:
-    with pytest.raises(LayoutError):
-        cache.save([*CHAT, 7][:length], state_of(SMALL, CHAT))
+def test_state_of_another_length_than_its_tokens_is_refused(cache: PrefixCache) -> None:
+    for length in (0, 1, 49, 51):
+        with pytest.raises(LayoutError):
+            cache.save([*CHAT, 7][:length], state_of(SMALL, CHAT))
     assert entries(cache) == []
 
 
@@ -391,25 +389,35 @@ def test_state_of_another_length_than_its_tokens_is_refused(cache: PrefixCache, 
 WHOLE = np.frombuffer(np.random.default_rng(4).bytes(5000), np.uint8)
 
 
-@pytest.fixture(params=[MemoryKind.WINDOW, MemoryKind.RECURRENT, MemoryKind.HYBRID, MemoryKind.UNKNOWN], ids=str)
-def opaque(request: pytest.FixtureRequest, repository: Repository) -> PrefixCache:
+@pytest.fixture
+def opaque(repository: Repository) -> PrefixCache:
     """A cache of a model whose memory can't be cut."""
-    return PrefixCache(repository, identity(kind=request.param), block_tokens=B)
+    return PrefixCache(repository, identity(kind=MemoryKind.WINDOW), block_tokens=B)
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 40])
-def test_opaque_state_comes_back_whole_at_exactly_its_position(opaque: PrefixCache, length: int) -> None:
-    saved = opaque.save(CHAT[:length], WHOLE)
-    assert (saved.opaque, saved.written) == (True, 1)
-    for prompt in (CHAT[:length], CHAT, CHAT[:length] + OTHER):
-        restored = opaque.restore(opaque.match(prompt), prompt)
-        assert restored.length == length
-        assert np.array_equal(restored.state, WHOLE)
-    # Not one token less, and not behind other tokens.
-    assert opaque.match(CHAT[: length - 1]).length == 0
-    assert opaque.match(CHAT, at_most=length - 1).length == 0
-    assert opaque.match([*CHAT[: length - 1], OTHER[length - 1], *CHAT[length:]]).length == 0
-    assert opaque.match([OTHER[0], *CHAT[1:]]).length == 0
+@pytest.mark.parametrize("kind", [MemoryKind.WINDOW, MemoryKind.RECURRENT, MemoryKind.HYBRID, MemoryKind.UNKNOWN])
+def test_opaque_state_comes_back_whole_at_exactly_its_position(repository: Repository, kind: MemoryKind) -> None:
+    cache = PrefixCache(repository, identity(kind=kind), block_tokens=B)
+    for length in (1, 15, 16, 17, 32, 40):
+        saved = cache.save(CHAT[:length], WHOLE)
+        assert (saved.opaque, saved.written) == (True, 1)
+        for prompt in (CHAT[:length], CHAT, CHAT[:length] + OTHER):
+            restored = cache.restore(cache.match(prompt), prompt)
+            assert restored.length == length
+            assert np.array_equal(restored.state, WHOLE)
+        # Not one token less, and not behind other tokens.
+        assert cache.match(CHAT[: length - 1]).length == 0
+        assert cache.match(CHAT, at_most=length - 1).length == 0
+        assert cache.match([*CHAT[: length - 1], OTHER[length - 1], *CHAT[length:]]).length == 0
+        assert cache.match([OTHER[0], *CHAT[1:]]).length == 0
+        cache.remove(entries(cache))
+
+
+def test_state_that_could_be_cut_is_kept_whole_where_the_model_forbids_it(opaque: PrefixCache) -> None:
+    # A window model's state may parse as plain attention by chance of its bytes: the model decides.
+    assert keep(opaque, CHAT).opaque
+    assert opaque.match(CHAT[:49]).length == 0
+    assert fetch(opaque, CHAT).length == 50
 
 
 def test_of_several_opaque_states_the_highest_that_fits(opaque: PrefixCache) -> None:
@@ -482,36 +490,44 @@ def chat_in_pieces(cache: PrefixCache) -> PrefixCache:
 PROMPT = CHAT[:40]
 
 
-def meet_and_heal(cache: PrefixCache) -> Restored:
+def heal(cache: PrefixCache) -> Restored:
     """A request that meets the damage, and what the adapters do next: quarantine, save."""
     restored = fetch(cache, PROMPT)
     cache.quarantine(restored.damaged)
     keep(cache, PROMPT)
-    assert fetch(cache, PROMPT).length == len(PROMPT)
-    findings = check(cache.repository)
-    # What stood on a damaged piece was cut off by its removal; a flipped name of a blob leaves the blob behind.
-    assert Trouble.DAMAGE not in {finding.trouble for finding in findings}
-    with cache.repository.writing() as writing:
-        writing.remove([finding.entry for finding in findings if finding.entry is not None])
-        writing.sweep()
-    assert check(cache.repository) == []
     return restored
 
 
-@pytest.mark.parametrize("number", range(4))
-@pytest.mark.parametrize("at", [0, 4, 9, 16, 60, 120, 200, -1])
-def test_flip_in_a_stored_value_is_a_shorter_state_until_it_is_saved_anew(
-    chat_in_pieces: PrefixCache, number: int, at: int
-) -> None:
-    victim = stored_nodes(chat_in_pieces)[number]
-    with chat_in_pieces.repository.snapshot() as snapshot:
-        value = bytearray(snapshot.blobs.get(victim.blob) or b"")
-    value[at] ^= 0x20
-    chat_in_pieces.repository.blobs.put([(victim.blob, bytes(value))])
-    restored = meet_and_heal(chat_in_pieces)
-    assert restored.length == victim.start
-    assert restored.damaged == (victim,)
-    assert restored.detail
+def meet_and_heal(cache: PrefixCache) -> Restored:
+    """Heal, and remove what no request meets any more.
+
+    That is a row whose own place was flipped, what stood on a removed piece, and a blob whose name was flipped. It is
+    never served, and goes by eviction.
+    """
+    restored = heal(cache)
+    assert fetch(cache, PROMPT).length == len(PROMPT)
+    while findings := check(cache.repository):
+        with cache.repository.writing() as writing:
+            writing.remove([finding.entry for finding in findings if finding.entry is not None])
+            writing.sweep()
+    return restored
+
+
+@pytest.mark.parametrize("number", range(4), ids=["first block", "second block", "first piece", "second piece"])
+def test_flip_in_a_stored_value_is_a_shorter_state_until_it_is_saved_anew(chat_in_pieces: PrefixCache, number: int) -> None:
+    for at in (0, 4, 9, 16, 60, 120, 200, -1):
+        victim = stored_nodes(chat_in_pieces)[min(number, len(entries(chat_in_pieces)) - 1)]
+        with chat_in_pieces.repository.snapshot() as snapshot:
+            value = bytearray(snapshot.blobs.get(victim.blob) or b"")
+        value[at] ^= 0x20
+        chat_in_pieces.repository.blobs.put([(victim.blob, bytes(value))])
+        restored = fetch(chat_in_pieces, PROMPT)
+        assert (restored.length, restored.damaged) == (victim.start, (victim,))
+        assert restored.detail
+        assert chat_in_pieces.quarantine(restored.damaged) == 1
+        assert keep(chat_in_pieces, PROMPT).written >= 1
+        assert Trouble.DAMAGE not in {finding.trouble for finding in check(chat_in_pieces.repository)}
+        assert meet_and_heal(chat_in_pieces).damaged == ()
 
 
 def flips(value: Any) -> Iterator[Any]:
@@ -526,15 +542,16 @@ NODE_FIELDS = ["key", "parent", "anchor", "path", "start", "n_tokens", "blob", "
 
 
 @pytest.mark.parametrize("field", NODE_FIELDS)
-@pytest.mark.parametrize("number", range(4), ids=["first block", "second block", "first piece", "second piece"])
-def test_flip_in_a_row_never_gives_wrong_bytes_and_the_next_save_heals_it(
-    chat_in_pieces: PrefixCache, number: int, field: str
-) -> None:
-    victim = stored_nodes(chat_in_pieces)[number]
-    for flipped in flips(getattr(victim, field)):
-        victim = stored_nodes(chat_in_pieces)[number]
-        sql(chat_in_pieces, f"UPDATE node SET {field} = :value WHERE id = :id", value=flipped, id=victim.id)
-        assert victim.start <= meet_and_heal(chat_in_pieces).length <= 40
+def test_flip_in_a_row_never_gives_wrong_bytes_and_the_next_save_heals_it(cache: PrefixCache, field: str) -> None:
+    for number in range(4):
+        cache.remove(entries(cache))
+        for length in (32, 35, 40):
+            keep(cache, PROMPT[:length])
+        victim = stored_nodes(cache)[number]
+        for flipped in flips(getattr(victim, field)):
+            victim = stored_nodes(cache)[min(number, len(entries(cache)) - 1)]
+            sql(cache, f"UPDATE node SET {field} = :value WHERE id = :id", value=flipped, id=victim.id)
+            assert victim.start <= meet_and_heal(cache).length <= 40
 
 
 @pytest.mark.parametrize("field", NODE_FIELDS)
@@ -542,6 +559,8 @@ def test_flip_in_every_row_at_once_is_healed_too(chat_in_pieces: PrefixCache, fi
     for victim in stored_nodes(chat_in_pieces):
         flipped = next(flips(getattr(victim, field)))
         sql(chat_in_pieces, f"UPDATE node SET {field} = :value WHERE id = :id", value=flipped, id=victim.id)
+    # The first save may still build on a piece that nobody has met yet.
+    heal(chat_in_pieces)
     meet_and_heal(chat_in_pieces)
 
 
@@ -550,6 +569,8 @@ def test_flip_in_a_checkpoints_row_is_a_miss_and_the_next_save_heals_it(reposito
     cache = PrefixCache(repository, identity(kind=MemoryKind.HYBRID), block_tokens=B)
     cache.save(PROMPT, WHOLE)
     for flipped in flips(getattr(entries(cache)[0], field)):
+        cache.remove(entries(cache))
+        cache.save(PROMPT, WHOLE)
         sql(cache, f"UPDATE checkpoint SET {field} = :value", value=flipped)
         restored = cache.restore(cache.match(PROMPT), PROMPT)
         assert restored.length in (0, 40)
@@ -562,17 +583,16 @@ def test_flip_in_a_checkpoints_row_is_a_miss_and_the_next_save_heals_it(reposito
         with repository.writing() as writing:
             writing.remove(damaged)
             writing.sweep()
-        cache.save(PROMPT, WHOLE)
         assert check(repository) == []
 
 
-@pytest.mark.parametrize("number", range(4))
-def test_missing_blob_is_a_shorter_state_until_it_is_saved_anew(chat_in_pieces: PrefixCache, number: int) -> None:
-    victim = stored_nodes(chat_in_pieces)[number]
-    chat_in_pieces.repository.blobs.delete([victim.blob])
-    restored = meet_and_heal(chat_in_pieces)
-    assert (restored.length, restored.damaged) == (victim.start, (victim,))
-    assert "missing" in restored.detail
+def test_missing_blob_is_a_shorter_state_until_it_is_saved_anew(chat_in_pieces: PrefixCache) -> None:
+    for number in (3, 0, 1, 2):
+        victim = stored_nodes(chat_in_pieces)[number]
+        chat_in_pieces.repository.blobs.delete([victim.blob])
+        restored = meet_and_heal(chat_in_pieces)
+        assert (restored.length, restored.damaged) == (victim.start, (victim,))
+        assert "missing" in restored.detail
 
 
 def test_everything_damaged_is_met_at_once(chat_in_pieces: PrefixCache) -> None:
@@ -685,6 +705,8 @@ def test_colliding_hashes_never_give_wrong_bytes(colliding: PrefixCache, seed: i
             fetch(colliding, prompt)
     for chat in chats:
         fetch(colliding, chat)
+    with colliding.repository.writing() as writing:
+        writing.sweep()
     # With 256 hashes there must have been collisions, and with so many chats something must have been found.
     assert refused or len(entries(colliding)) < 256
     assert any(colliding.match(chat).length for chat in chats)
@@ -735,21 +757,18 @@ def test_an_opaque_state_that_is_larger_than_the_budget_evicts_nobody(tiny: Pref
     assert fetch(tiny, CHAT, WIDE).length == 50
 
 
-def test_a_piece_that_was_evicted_for_its_own_block_takes_nobody_along(tiny: PrefixCache) -> None:
-    # The block that makes the piece superfluous needs its room: the piece goes, and its row's number is used again.
-    chat = random_tokens(2000, seed=1)
-    length = next(n for n in range(1000, 2000, B) if not fits(tiny, chat, n)) - B
-    del length
-    assert check(tiny.repository) == []
-
-
-def fits(cache: PrefixCache, chat: Sequence[int], length: int) -> bool:
-    try:
-        keep(cache, chat[: length + 3], WIDE)
-    except TooLarge:
-        return False
-    assert fetch(cache, chat[: length + 3], WIDE).length == length + 3
-    return True
+def test_a_piece_that_was_evicted_for_its_own_block_takes_nobody_along(
+    cache: PrefixCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = dense_layout(4, 128)
+    keep(cache, CHAT[:19], layout)
+    block, piece = stored_nodes(cache)
+    # One byte too little for the block that makes the piece superfluous: the piece goes, and the block gets its number.
+    room = cache.repository.blobs.used_bytes + budget.footprint(block.stored_bytes) - 1
+    monkeypatch.setattr(budget, "largest", lambda _: room)
+    assert keep(cache, CHAT[:32], layout).evicted == 1
+    assert [node.id for node in stored_nodes(cache)] == [block.id, piece.id]
+    assert fetch(cache, CHAT, layout).length == 32
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------
