@@ -8,11 +8,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvkeep.cache.priority import run_idle
 from kvkeep.store import digests
 from kvkeep.store.digests import FileStamp
+from kvkeep.store.errors import KvkeepError
 from kvkeep.store.hashing import Fingerprint, digest_fields, digest_file
 from kvkeep.store.repository import Repository
 
@@ -42,9 +44,9 @@ class Ingredients:
 def model_files(path: str) -> tuple[str, ...]:
     """All parts of a GGUF that may be split as `name-00001-of-00003.gguf`, else the file itself."""
     match = _SPLIT.fullmatch(path)
-    if match is None:
+    parts = 0 if match is None else int(match["parts"])
+    if match is None or parts == 0:
         return (path,)
-    parts = int(match["parts"])
     return tuple(f"{match['stem']}-{part:05d}-of-{parts:05d}.gguf" for part in range(1, parts + 1))
 
 
@@ -124,7 +126,8 @@ class Identification:
                 return known
             digest = digest_file(stamp.path, progress=self._check_stop)
             if FileStamp.of(path) == stamp:
-                with self._repository.index.write() as connection:
+                # Not remembered, it is only hashed again at the next start.
+                with suppress(KvkeepError), self._repository.index.write() as connection:
                     digests.put(connection, stamp, digest)
                 return digest
 

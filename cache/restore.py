@@ -50,6 +50,11 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="kvkeep-restore")
 
 
+if hasattr(os, "register_at_fork"):
+    # The pool's threads don't live in a forked child, and it would wait for them forever.
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
 def assemble(snapshot: Snapshot, match: Match, tokens: bytes, form: Form = Form.SEQUENCE, arch: str = "") -> Restored:
     """The state of the first `match.length` tokens.
 

@@ -58,7 +58,8 @@ class Writer:
         self._max_waiting_bytes = max_waiting_bytes
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
-        self._running = False
+        # Identifier of the thread that does a job, 0 while nobody does.
+        self._running = 0
         self._closed = False
         self._thread = threading.Thread(target=self._loop, name="kvkeep-writer", daemon=True)
         self._thread.start()
@@ -86,14 +87,16 @@ class Writer:
     def waiting(self) -> int:
         """Jobs that aren't done yet."""
         with self._changed:
-            return len(self._jobs) + int(self._running)
+            return len(self._jobs) + bool(self._running)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Return when everything submitted so far is stored. Returns False if `timeout` seconds weren't enough.
 
         Works off the queue in the calling thread: the writer's own thread may be starved at its idle priority, and an
-        unprivileged process can't lift it.
+        unprivileged process can't lift it. Called by a job, which can't wait for its own end, it does nothing.
         """
+        if self._is_a_job():
+            return False
         deadline = None if timeout is None else time.monotonic() + timeout
         while (job := self._next(lambda: not self._jobs, deadline)) is not None:
             self._do(job)
@@ -104,9 +107,13 @@ class Writer:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self.flush()
-        if self._thread is not threading.current_thread():
+        if not self._is_a_job():
+            # A job that closes its writer, because it held the owner's last reference, is followed by those that wait.
+            self.flush()
             self._thread.join()
+
+    def _is_a_job(self) -> bool:
+        return self._running == threading.get_ident()
 
     def _next(self, at_end: Callable[[], bool], deadline: float | None) -> Job | None:
         """The next job, as soon as none is running; None when `at_end` or at the deadline.
@@ -118,7 +125,7 @@ class Writer:
             ready = self._changed.wait_for(lambda: not self._running and (self._jobs or at_end()), left)
             if not ready or not self._jobs:
                 return None
-            self._running = True
+            self._running = threading.get_ident()
             return self._jobs.popleft()
 
     def _do(self, job: Job) -> None:
@@ -128,7 +135,7 @@ class Writer:
             self._failed(error)
         finally:
             with self._changed:
-                self._running = False
+                self._running = 0
                 self._changed.notify_all()
 
     def _loop(self) -> None:

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,16 +163,16 @@ class Repository:
         _make_private(path)
         self._lock = SharedLock(path / ROOT_LOCK)
         self._lock.share(OPEN_SECONDS)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._lock.release)
             self.index = Index(path / INDEX_FILE)
+            undo.callback(self.index.close)
             self._bring_up_to_date()
             self.capacity_bytes = self._agree_on_capacity(capacity_bytes)
             with self.index.read() as connection:
                 generation = settings.get(connection, settings.GENERATION, 1)
             self.blobs = BlobStore(path / f"blobs-{generation}", _map_bytes(self.capacity_bytes))
-        except BaseException:
-            self._lock.release()
-            raise
+            undo.pop_all()
 
     def _bring_up_to_date(self) -> None:
         if self.index.is_current():

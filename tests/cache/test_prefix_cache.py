@@ -1,8 +1,9 @@
 """Match, save, restore: any prefix of anything stored comes back byte for byte, and never anything else."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +17,7 @@ from synthetic import ARCH, SMALL, dense_layout, identity, random_tokens, state_
 from kvkeep.cache import budget, prefix_cache
 from kvkeep.cache import save as save_module
 from kvkeep.cache.layout import Bytes, Form, Layout, MemoryKind, blank
-from kvkeep.cache.match import Match, Reason, Source
+from kvkeep.cache.match import Reason, Source
 from kvkeep.cache.prefix_cache import PrefixCache, token_bytes
 from kvkeep.cache.restore import Restored
 from kvkeep.cache.save import Saved
@@ -820,5 +821,30 @@ def test_saving_and_restoring_at_once(root: Path) -> None:
     close_root(repository)
 
 
-def test_match_is_a_value() -> None:
-    assert replace(Match(length=3, prompt_tokens=4), reason=Reason.DAMAGED).decoded == 1
+FORK = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from pathlib import Path
+from synthetic import SMALL, identity, random_tokens, state_of
+from kvkeep.cache.prefix_cache import PrefixCache
+from kvkeep.store.registry import close_root, open_root
+chat = random_tokens(300)
+def restored():
+    cache = PrefixCache(open_root(Path(sys.argv[1])), identity(), block_tokens=16)
+    if cache.namespace is None:
+        cache.save(chat, state_of(SMALL, chat))
+    state = cache.restore(cache.match(chat), chat).state
+    close_root(cache.repository)
+    return (state == state_of(SMALL, chat)).all()
+assert restored()
+child = os.fork()
+if child == 0:
+    os._exit(0 if restored() else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_restores_with_threads_of_its_own(root: Path) -> None:
+    # The pool's threads stay with the parent: the child would wait for them forever.
+    support = str(Path(__file__).parents[1] / "support")
+    subprocess.run([sys.executable, "-c", FORK, str(root), support], timeout=60, check=True)

@@ -182,6 +182,23 @@ def test_checking_changes_nothing(damaged: Repository) -> None:
     assert entries(damaged) == before
 
 
+def test_what_is_removed_while_it_is_checked_is_not_missing(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    store(repository, [*BLOCKS, POINT])
+    victims = [entries(repository)[1], entries(repository)[2]]
+    original = BlobStore.read
+
+    def read(self: BlobStore) -> Any:
+        # Between the rows and the blobs of the snapshot.
+        monkeypatch.setattr(BlobStore, "read", original)
+        with repository.writing() as writing:
+            writing.remove(victims)
+        return original(self)
+
+    monkeypatch.setattr(BlobStore, "read", read)
+    assert check(repository) == []
+    assert len(entries(repository)) == 1
+
+
 def test_damaged_store_still_opens(damaged: Repository) -> None:
     path = damaged.path
     for entry in entries(damaged):

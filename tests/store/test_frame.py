@@ -56,10 +56,10 @@ def test_header_knows_its_size_and_tokens() -> None:
     assert SAMPLE_HEADER.size + len(b"payload") == len(SAMPLE)
 
 
-@pytest.mark.parametrize("length", range(len(SAMPLE)))
-def test_truncated_frame_is_refused(length: int) -> None:
-    with pytest.raises(BadFrame):
-        frame.unpack(SAMPLE[:length])
+def test_every_truncated_frame_is_refused() -> None:
+    for length in range(len(SAMPLE)):
+        with pytest.raises(BadFrame):
+            frame.unpack(SAMPLE[:length])
 
 
 def test_longer_frame_is_refused() -> None:
@@ -67,13 +67,14 @@ def test_longer_frame_is_refused() -> None:
         frame.unpack(SAMPLE + b"\0")
 
 
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 76, 77, 78, 79, 80, 81, 82, 83, 84, 85, 90, 91])
-@pytest.mark.parametrize("flip", [1 << bit for bit in range(8)])
-def test_flipped_magic_kind_or_length_is_refused(at: int, flip: int) -> None:
-    damaged = bytearray(SAMPLE)
-    damaged[at] ^= flip
-    with pytest.raises(BadFrame):
-        frame.unpack(damaged)
+def test_flipped_magic_kind_or_length_is_refused() -> None:
+    lengths = range(76, HEADER_BYTES)
+    for at in (*range(5), *lengths):
+        for bit in range(8):
+            damaged = bytearray(SAMPLE)
+            damaged[at] ^= 1 << bit
+            with pytest.raises(BadFrame):
+                frame.unpack(damaged)
 
 
 def test_unknown_kind_is_named() -> None:

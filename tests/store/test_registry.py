@@ -1,5 +1,7 @@
 """One open repository per root and process."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 from entries import block, store
 
-from kvkeep.store.errors import NotARoot, StoreClosed, StoreLocked, UsageError
+from kvkeep.store.errors import NotARoot, StoreClosed, StoreLocked, TooNew, UsageError
 from kvkeep.store.locks import exclusive
 from kvkeep.store.registry import close_root, open_root
 from kvkeep.store.repository import ROOT_LOCK, Repository
@@ -93,6 +95,19 @@ def test_failed_open_leaves_nothing_open(tmp_path: Path) -> None:
         open_root(tmp_path / "root")
     (tmp_path / "root").unlink()
     close_root(open_root(tmp_path / "root"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files can be listed on Linux only")
+def test_refused_open_leaves_no_file_open(root: Path) -> None:
+    repository = open_root(root)
+    with repository.index.write() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '99.0.0'")
+    close_root(repository)
+    with pytest.raises(TooNew):
+        open_root(root)
+    held = {os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()}
+    assert [path for path in held if path.startswith(str(root))] == []
+    shutil.rmtree(root)
 
 
 def test_bad_capacity_is_refused_before_anything_is_made(tmp_path: Path) -> None:

@@ -365,8 +365,8 @@ def test_a_blob_that_another_row_names_stays(repository: Repository) -> None:
     store(repository, [entry])
     with repository.index.write() as connection:
         connection.exec_driver_sql(
-            "INSERT INTO checkpoint SELECT 99, namespace_id, kind, 5, pos, prefix, anchor, path, blob, stored_bytes, plain_bytes,"
-            " created, used, hits FROM checkpoint"
+            "INSERT INTO checkpoint SELECT 99, namespace_id, kind, 5, pos, prefix, anchor, path, blob, stored_bytes,"
+            " plain_bytes, created, used, hits FROM checkpoint"
         )
     first, second = everything(repository)
     with repository.writing() as writing:
