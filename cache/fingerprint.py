@@ -63,7 +63,7 @@ class Identification:
         ingredients: what goes into it.
         repository: where digests of large files are remembered.
         ready: called with the fingerprint once it is known, from whichever thread found it.
-        failed: called with the error if a file can't be read.
+        failed: called with the error if a file or the repository can't be read.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Identification:
         ingredients: Ingredients,
         repository: Repository,
         ready: Callable[[Fingerprint], None],
-        failed: Callable[[OSError], None],
+        failed: Callable[[Exception], None],
     ) -> None:
         self._ingredients = ingredients
         self._repository = repository
@@ -111,7 +111,7 @@ class Identification:
             found = [self._digest(path) for path in self._ingredients.files]
         except _Stopped:
             return
-        except OSError as error:
+        except (OSError, KvkeepError) as error:
             self._failed(error)
             return
         self._ready(combine(self._ingredients, found))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, RowMapping, func, insert, select, update
 
+from kvkeep.store.errors import IntegrityError
 from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.schema import checkpoint, namespace, node
 
@@ -139,6 +140,8 @@ def _usage(connection: Connection, row: RowMapping) -> Usage:
 
 
 def _namespace(row: RowMapping) -> Namespace:
+    if row["block_tokens"] < 1:
+        raise IntegrityError(f"a namespace can't have blocks of {row['block_tokens']} tokens: its row is damaged")
     return Namespace(
         row["id"], Fingerprint(row["fingerprint"]), row["label"], row["block_tokens"], row["prefill_rate"], row["restore_rate"]
     )

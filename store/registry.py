@@ -34,7 +34,8 @@ def open_root(path: Path, capacity_bytes: int | None = None) -> Repository:
 
     Args:
         path: the root folder, created if missing.
-        capacity_bytes: the byte budget; None keeps the one that the root remembers, or 4 GiB.
+        capacity_bytes: the byte budget; None keeps the one that the root remembers, or 4 GiB. Another budget than that
+            of those who have it open holds from the next open on.
     """
     if capacity_bytes is not None:
         valid_capacity(capacity_bytes)
@@ -43,6 +44,9 @@ def open_root(path: Path, capacity_bytes: int | None = None) -> Repository:
         repository, users = _open.get(real, (None, 0))
         if repository is None:
             repository = Repository(real, capacity_bytes)
+        else:
+            # The map of an open environment can't change its size under those who use it.
+            repository.agree_on_capacity(capacity_bytes)
         _open[real] = (repository, users + 1)
         return repository
 

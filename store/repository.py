@@ -168,7 +168,7 @@ class Repository:
             self.index = Index(path / INDEX_FILE)
             undo.callback(self.index.close)
             self._bring_up_to_date()
-            self.capacity_bytes = self._agree_on_capacity(capacity_bytes)
+            self.capacity_bytes = self.agree_on_capacity(capacity_bytes)
             with self.index.read() as connection:
                 generation = settings.get(connection, settings.GENERATION, 1)
             self.blobs = BlobStore(path / f"blobs-{generation}", _map_bytes(self.capacity_bytes))
@@ -183,7 +183,8 @@ class Repository:
             self.index.upgrade()
         self._lock.share(OPEN_SECONDS)
 
-    def _agree_on_capacity(self, wanted: int | None) -> int:
+    def agree_on_capacity(self, wanted: int | None) -> int:
+        """Remember a budget for the next open, or ask for the remembered one. The last explicit wish wins."""
         with self.index.read() as connection:
             known = settings.get(connection, settings.CAPACITY_BYTES, 0)
         if wanted is None:

@@ -93,9 +93,10 @@ class Session:
         context = self._live.context
         identity = Identity(fingerprint, label, fields, context.kind, context.v_trans, context.ext)
         cache = PrefixCache(self.repository, identity)
-        if (space := cache.namespace) is not None:
-            self.rates.prefill_rate = space.prefill_rate
-            self.rates.restore_rate = space.restore_rate
+        with self.reporter.border("reading what was measured before"):
+            if (space := cache.namespace) is not None:
+                self.rates.prefill_rate = space.prefill_rate
+                self.rates.restore_rate = space.restore_rate
         self.cache = cache
 
     # -- settle ---------------------------------------------------------------------------------------------------

@@ -137,3 +137,15 @@ def test_a_dead_process_leaves_nothing_locked(root: Path) -> None:
     with repository.writing(timeout=0):
         pass
     close_root(repository)
+
+
+def test_another_budget_holds_from_the_next_open_on(tmp_path: Path) -> None:
+    first = open_root(tmp_path / "root", 32 << 20)
+    second = open_root(tmp_path / "root", 64 << 20)
+    assert second is first
+    assert first.capacity_bytes == 32 << 20
+    close_root(second)
+    close_root(first)
+    third = open_root(tmp_path / "root")
+    assert third.capacity_bytes == 64 << 20
+    close_root(third)
