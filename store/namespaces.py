@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from sqlalchemy import Connection, RowMapping, func, insert, select, update
@@ -85,6 +86,11 @@ def measured(connection: Connection, space: Namespace, prefill_rate: float | Non
     if restore_rate is not None:
         values["restore_rate"] = restore_rate
     connection.execute(update(namespace).where(namespace.c.id == space.id).values(values))
+
+
+def touch(connection: Connection, ids: Collection[int], now: float) -> None:
+    """Note that something of these namespaces was used."""
+    connection.execute(update(namespace).where(namespace.c.id.in_(ids)).values(used=now))
 
 
 def any_other(connection: Connection, fingerprint: Fingerprint) -> bool:

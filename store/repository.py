@@ -18,7 +18,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection
 
-from kvkeep.store import rows, settings
+from kvkeep.store import namespaces, rows, settings
 from kvkeep.store.blobs import BlobReader, BlobStore
 from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
 from kvkeep.store.engine import Index
@@ -158,7 +158,7 @@ class Repository:
         self.path = path
         self._pid = os.getpid()
         self._closed = False
-        self._touched: dict[tuple[str, int], None] = {}
+        self._touched: dict[tuple[str, int], int] = {}
         self._touching = threading.Lock()
         _make_private(path)
         self._lock = SharedLock(path / ROOT_LOCK)
@@ -236,7 +236,7 @@ class Repository:
         with self._touching:
             for entry in entries:
                 table = node_table if isinstance(entry, Node) else checkpoint_table
-                self._touched[(table.name, entry.id)] = None
+                self._touched[(table.name, entry.id)] = entry.namespace_id
 
     def flush_touched(self) -> None:
         """Write down what was used. Losing it costs an eviction in the wrong order, nothing else."""
@@ -249,6 +249,7 @@ class Repository:
         with self.index.write() as connection:
             for table in rows.TABLES:
                 rows.touch(connection, table, (row for name, row in touched if name == table.name), now)
+            namespaces.touch(connection, set(touched.values()), now)
 
     @property
     def disk_bytes(self) -> int:

@@ -51,7 +51,7 @@ def demo(model: str | None, path: Path | None, keep: bool, as_json: bool, n_ctx:
 
     A process loads a model, reads a system prompt of about 1,500 tokens with house rules and tools, and answers a
     question. Then it ends. A second process goes on with the same chat: does it have to read everything again? The
-    same two are run once more without kvkeep. With the small default model all that takes about a minute.
+    same two are run once more without kvkeep. With the small default model all that takes less than a minute.
     """
     file = _model_file(model)
     console = make_console(quiet=as_json)

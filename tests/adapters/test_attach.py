@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import os
+import sqlite3
 import sys
 import threading
 import weakref
@@ -124,6 +125,22 @@ def test_stats_add_up(dense: str, root: Path) -> None:
         assert (stats.dropped, stats.quarantined, dict(stats.errors)) == (0, 0, {})
         stats.requests = 99
         assert keep.stats().requests == 4
+
+
+def test_restoring_counts_as_use_of_the_model(dense: str, root: Path) -> None:
+    llm = load(dense)
+    with attach(llm, root, break_even=False):
+        first_logits(llm, PROMPT)
+    with sqlite3.connect(root / "index.sqlite3") as connection:
+        connection.execute("UPDATE namespace SET used = 1")
+    connection.close()
+    llm = load(dense)
+    with attach(llm, root, break_even=False):
+        first_logits(llm, PROMPT)
+    with sqlite3.connect(root / "index.sqlite3") as connection:
+        assert connection.execute("SELECT used > 1 FROM namespace").fetchall() == [(1,)]
+        assert connection.execute("SELECT hits FROM node").fetchall() == [(1,)] * 4
+    connection.close()
 
 
 def test_an_unchanged_prompt_writes_nothing(dense: str, root: Path) -> None:

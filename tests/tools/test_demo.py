@@ -84,7 +84,6 @@ def test_a_folder_of_ones_own_stays_and_is_warm_the_next_time(kvkeep: Kvkeep, ro
     assert root.is_dir()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are other things there")
 def test_an_interrupt_ends_both_processes_and_removes_the_folder(tmp_path: Path, smollm2: str) -> None:
     """The larger model, because its prompt takes long enough to be interrupted."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}
@@ -95,7 +94,7 @@ def test_an_interrupt_ends_both_processes_and_removes_the_folder(tmp_path: Path,
         assert parent.poll() is None
     [child] = psutil.Process(parent.pid).children()
     parent.send_signal(signal.SIGINT)
-    _, errors = parent.communicate(timeout=30)
+    _, errors = parent.communicate(timeout=600)
     assert parent.returncode == 130
     assert errors.strip() == ""
     assert not child.is_running()
@@ -156,7 +155,6 @@ def as_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> N
     monkeypatch.setattr(sys, "executable", str(script))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no #! there")
 @pytest.mark.parametrize(
     ("program", "exit_code", "said"),
     [

@@ -79,7 +79,6 @@ def test_an_interrupt_exits_with_130_and_says_nothing(kvkeep: Kvkeep, monkeypatc
 
 
 @pytest.mark.parametrize("arguments", [("stats",), ("stats", "--json"), ("check", "--json"), ("--help",)])
-@pytest.mark.skipif(sys.platform == "win32", reason="pipes break differently there")
 def test_a_reader_that_has_gone_is_no_news(filled: Path, arguments: tuple[str, ...]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
