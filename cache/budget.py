@@ -3,7 +3,7 @@
 from collections.abc import Collection
 
 from kvkeep.store import checkpoints, nodes
-from kvkeep.store.blobs import PAGE_BYTES
+from kvkeep.store.blobs import PAGE_BYTES, BlobStore
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import TooLarge
 from kvkeep.store.hashing import PrefixHash
@@ -22,9 +22,9 @@ def footprint(stored_bytes: int) -> int:
     return -(-(stored_bytes + 16) // PAGE_BYTES) * PAGE_BYTES
 
 
-def largest(writing: Writing) -> int:
+def largest(blobs: BlobStore) -> int:
     """The most that blobs may take together."""
-    return int(writing.blobs.map_bytes * FILL)
+    return int(blobs.map_bytes * FILL)
 
 
 def make_room(writing: Writing, incoming: int, protect: Collection[PrefixHash] = ()) -> list[Entry]:
@@ -41,7 +41,7 @@ def make_room(writing: Writing, incoming: int, protect: Collection[PrefixHash] =
     Raises:
         TooLarge: it doesn't fit even when everything else is gone. Nothing more than that was evicted for it.
     """
-    limit = largest(writing)
+    limit = largest(writing.blobs)
     if incoming > limit:
         raise TooLarge(f"{incoming} bytes don't fit into the {limit} bytes that the budget leaves for blobs")
     evicted: list[Entry] = []

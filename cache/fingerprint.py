@@ -4,17 +4,16 @@ Two contexts share states only if every ingredient is the same. What changes the
 changes how fast or in what batches they are computed is out. docs/DESIGN.md has the table with the reasons.
 """
 
-import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from kvkeep.cache.priority import run_idle
 from kvkeep.store import digests
 from kvkeep.store.digests import FileStamp
-from kvkeep.store.errors import KvkeepError
+from kvkeep.store.errors import KvkeepError, NotIdentified
 from kvkeep.store.hashing import Fingerprint, digest_fields, digest_file
 from kvkeep.store.repository import Repository
 
@@ -77,12 +76,21 @@ class Identification:
         self._repository = repository
         self._ready = ready
         self._failed = failed
+        self._stamps: list[FileStamp] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Identify now if that is quick, else behind."""
-        if self._unknown_bytes() <= HASH_AT_ONCE_BYTES:
+        try:
+            # Taken before anything is read: what counts is the file that llama.cpp has loaded, not one that replaces it
+            # while it is hashed.
+            self._stamps = [FileStamp.of(path) for path in self._ingredients.files]
+            at_once = self._unknown_bytes() <= HASH_AT_ONCE_BYTES
+        except (OSError, KvkeepError) as error:
+            self._failed(error)
+            return
+        if at_once:
             self._run()
             return
         self._thread = threading.Thread(target=run_idle, args=(self._run,), name="kvkeep-identify", daemon=True)
@@ -94,42 +102,42 @@ class Identification:
         if self._thread is not None:
             self._thread.join()
 
-    def wait(self) -> None:
-        """Until it is known, or has failed."""
+    def wait(self, timeout: float | None = None) -> None:
+        """Until it is known or has failed, or `timeout` seconds are over."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
 
     def _unknown_bytes(self) -> int:
-        total = 0
         with self._repository.rows() as connection:
-            for stamp in _stamps(self._ingredients.files):
-                total += 0 if digests.get(connection, stamp) else stamp.size
-        return total
+            return sum(0 if digests.get(connection, stamp) else stamp.size for stamp in self._stamps)
 
     def _run(self) -> None:
         try:
-            found = [self._digest(path) for path in self._ingredients.files]
+            found = [self._digest(*file) for file in zip(self._ingredients.files, self._stamps, strict=True)]
+            self._ready(combine(self._ingredients, found))
         except _Stopped:
             return
-        except (OSError, KvkeepError) as error:
+        except Exception as error:  # noqa: BLE001 - in a thread of its own an error would be lost, and the cache wait forever
             self._failed(error)
-            return
-        self._ready(combine(self._ingredients, found))
 
-    def _digest(self, path: str) -> bytes:
-        """Digest of a file, from memory if its stamp is the same, else read; read again if it changed meanwhile."""
-        while True:
-            stamp = FileStamp.of(path)
-            with self._repository.rows() as connection:
-                known = digests.get(connection, stamp)
-            if known is not None:
-                return known
-            digest = digest_file(stamp.path, progress=self._check_stop)
-            if FileStamp.of(path) == stamp:
-                # Not remembered, it is only hashed again at the next start.
-                with suppress(KvkeepError), self._repository.index.write() as connection:
-                    digests.put(connection, stamp, digest)
-                return digest
+    def _digest(self, path: str, stamp: FileStamp) -> bytes:
+        """Digest of a file, from memory if its stamp is the same, else read.
+
+        Raises:
+            NotIdentified: another file has taken its place meanwhile.
+        """
+        with self._repository.rows() as connection:
+            known = digests.get(connection, stamp)
+        if known is not None:
+            return known
+        # One thread behind: helpers of BLAKE3 would inherit the idle priority for good.
+        digest = digest_file(path, progress=self._check_stop, in_parallel=self._thread is None)
+        if FileStamp.of(path) != stamp:
+            raise NotIdentified(f"{path} was replaced or changed after it was loaded: load the model again")
+        # Not remembered, it is only hashed again at the next start.
+        with suppress(KvkeepError), self._repository.index.write() as connection:
+            digests.put(connection, stamp, digest)
+        return digest
 
     def _check_stop(self, _: int) -> None:
         if self._stop.is_set():
@@ -138,7 +146,3 @@ class Identification:
 
 class _Stopped(Exception):
     """The identification was told to stop."""
-
-
-def _stamps(paths: Iterable[str]) -> list[FileStamp]:
-    return [FileStamp.of(path) for path in paths if os.path.exists(path)]

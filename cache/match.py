@@ -35,8 +35,6 @@ class Reason(str, Enum):
     """What was stored didn't verify. It is removed, and saved anew by the next request."""
     REFUSED = "refused"
     """llama.cpp didn't take the state."""
-    TOO_LONG = "too long"
-    """The state can't be cut and doesn't fit into this context."""
     IDENTIFYING = "identifying"
     """The model file is still being hashed."""
     LOGITS_ALL = "logits of all tokens wanted"

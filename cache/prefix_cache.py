@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.cache import radix
+from kvkeep.cache import budget, radix
 from kvkeep.cache.layout import Bytes, Form, MemoryKind
 from kvkeep.cache.match import Match, Reason, Source
 from kvkeep.cache.restore import Restored, assemble
@@ -17,9 +17,9 @@ from kvkeep.store.checkpoints import Checkpoint
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import UsageError
 from kvkeep.store.frame import TOKEN_BYTES
-from kvkeep.store.hashing import Fingerprint, PrefixHash, chain, extend
+from kvkeep.store.hashing import Fingerprint, PrefixHash, chain, prefix_of
 from kvkeep.store.namespaces import Namespace
-from kvkeep.store.repository import Repository, Snapshot
+from kvkeep.store.repository import Repository
 
 # Tokens of a block. With whole tails rewritten, turns of 40 tokens wrote 1.8 times the stored bytes at 64, 2.6 at 128
 # and 4.0 at 256; below 64, rows and LMDB's pages begin to show.
@@ -99,7 +99,9 @@ class PrefixCache:
         with self.repository.rows() as connection:
             space = namespaces.find(connection, self.identity.fingerprint)
             if space is None or not rows.holds_any(connection, space.id):
-                return self._nothing(namespaces.any_other(connection, self.identity.fingerprint), n_tokens)
+                others = namespaces.any_other(connection, self.identity.fingerprint)
+                reason = Reason.OTHER_NAMESPACE if others else Reason.EMPTY
+                return Match(length=0, prompt_tokens=n_tokens, reason=reason)
             borders = self._borders(data, space.block_tokens)
             steps = radix.walk(connection, borders, data, space.block_tokens)
             points = checkpoints.by_anchors(connection, borders, seq_id)
@@ -110,10 +112,6 @@ class PrefixCache:
         if length == 0:
             return Match(length=0, prompt_tokens=n_tokens, reason=Reason.NO_COMMON_PREFIX)
         return Match(length=length, prompt_tokens=n_tokens, source=Source.DISK, plan=tuple(steps))
-
-    def _nothing(self, others: bool, n_tokens: int) -> Match:
-        reason = Reason.OTHER_NAMESPACE if others else Reason.EMPTY
-        return Match(length=0, prompt_tokens=n_tokens, reason=reason)
 
     def _borders(self, data: bytes, block_tokens: int) -> list[PrefixHash]:
         root = self.identity.fingerprint
@@ -132,12 +130,9 @@ class PrefixCache:
             The state. Shorter than the match, down to nothing, where stored data turned out to be damaged.
         """
         with self.repository.snapshot() as snapshot:
-            restored = self._assemble(snapshot, match, tokens, form, arch)
+            restored = assemble(snapshot, match, token_bytes(tokens[: match.length]), form, arch)
         self.repository.touch(entry for entry in match.entries if entry not in restored.damaged)
         return restored
-
-    def _assemble(self, snapshot: Snapshot, match: Match, tokens: Tokens, form: Form, arch: str) -> Restored:
-        return assemble(snapshot, match, token_bytes(tokens[: match.length]), form, arch)
 
     def save(self, tokens: Tokens, state: Bytes, form: Form = Form.SEQUENCE) -> Saved:
         """Store what of a state isn't stored yet.
@@ -161,6 +156,11 @@ class PrefixCache:
             data = token_bytes(tokens)
             borders = self._borders(data, space.block_tokens)
             return Saver(writing, space, self.identity, borders, data).save(state, form)
+
+    @property
+    def largest_bytes(self) -> int:
+        """The most that one entry may have: a state that is kept whole and has more needn't be copied."""
+        return budget.largest(self.repository.blobs)
 
     def quarantine(self, entries: Sequence[Entry]) -> int:
         """Remove entries that didn't verify, so that the next save writes them anew. Returns how many were removed.
@@ -212,8 +212,3 @@ def _best(points: Sequence[Checkpoint], borders: Sequence[PrefixHash], data: byt
         if fits and point.pos > 0 and point.prefix == prefix_of(point.anchor, rest):
             return point
     return None
-
-
-def prefix_of(anchor: PrefixHash, rest: bytes) -> PrefixHash:
-    """The prefix hash `rest` tokens behind a block border."""
-    return extend(anchor, rest) if rest else anchor

@@ -83,10 +83,11 @@ class Reporter:
             self.stats.written_bytes += written_bytes
             self.stats.evicted += evicted
 
-    def dropped(self) -> None:
+    def dropped(self, why: str = "a state was given up because too much waits for the disk") -> None:
+        """A state is not stored."""
         with self._lock:
             self.stats.dropped += 1
-        self.once("dropped", "a state was given up because too much waits for the disk")
+        self.once(f"dropped: {why}", "%s", why)
 
     def quarantined(self, count: int, detail: str) -> None:
         with self._lock:

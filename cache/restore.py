@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple, TypeVar
@@ -150,10 +151,25 @@ def _all(count: int, work: Callable[[int], object]) -> dict[int, Exception]:
 
     Waits for all of them, whatever happens: the map is only ours until the snapshot ends.
     """
-    outcomes = [_pool().submit(_attempt, partial(work, index)) for index in range(count)]
-    wait(outcomes)
+    outcomes: list[Future[object]] = []
+    try:
+        for index in range(count):
+            outcomes.append(_pool().submit(_attempt, partial(work, index)))
+        wait(outcomes)
+    except BaseException:
+        # An interrupt: threads that go on reading from a map that is gone end the process.
+        _abandon(outcomes)
+        raise
     results = [outcome.result() for outcome in outcomes]
     return {index: result for index, result in enumerate(results) if isinstance(result, Exception)}
+
+
+def _abandon(outcomes: Sequence[Future[object]]) -> None:
+    for outcome in outcomes:
+        outcome.cancel()
+    while not all(outcome.done() for outcome in outcomes):
+        with suppress(BaseException):
+            wait(outcomes)
 
 
 class _Block(NamedTuple):

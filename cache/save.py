@@ -11,9 +11,9 @@ from kvkeep.cache.layout import Bytes, Form, MemoryKind, State, parse
 from kvkeep.store import checkpoints, codec, frame, nodes
 from kvkeep.store.checkpoints import NewCheckpoint
 from kvkeep.store.entry import Entry
-from kvkeep.store.errors import LayoutError, MapFull, UnknownLayout
+from kvkeep.store.errors import LayoutError, MapFull, TooLarge, UnknownLayout
 from kvkeep.store.frame import TOKEN_BYTES, FrameHeader, Kind
-from kvkeep.store.hashing import PrefixHash, blob_id, extend
+from kvkeep.store.hashing import PrefixHash, blob_id, extend, prefix_of
 from kvkeep.store.namespaces import Namespace
 from kvkeep.store.nodes import NewNode, Node
 from kvkeep.store.repository import NewEntry, Writing
@@ -156,7 +156,7 @@ class Saver:
             raise UnknownLayout("a memory that can't be parsed is kept in the sequence form only")
         anchor = self._borders[-1]
         path = self._tokens[(len(self._borders) - 1) * self._size :]
-        prefix = extend(anchor, path) if path else anchor
+        prefix = prefix_of(anchor, path)
         pos = len(self._tokens) // TOKEN_BYTES
         with self._writing.index.read() as connection:
             known = checkpoints.find(connection, Kind.OPAQUE, 0, pos, prefix)
@@ -166,10 +166,13 @@ class Saver:
             # Damaged, so that no walk finds it.
             self._batch.replaced.append(known)
         header = FrameHeader(Kind.OPAQUE, prefix, self._borders[0], 0, self._tokens, b"")
+        if header.size + data.size > frame.MAX_FRAME_BYTES:
+            raise TooLarge(f"a whole state of {data.size} bytes doesn't fit into one blob of {frame.MAX_FRAME_BYTES}")
         plain, payload = frame.allocate(header, data.size)
         payload[:] = data
         value = codec.encode(plain)
         row = NewCheckpoint(Kind.OPAQUE, 0, pos, prefix, anchor, path, blob_id(plain.data), len(value), plain.size)
+        del plain, payload  # as large as the state; not needed while the disk is waited for
         self._saved.opaque = True
         self._protected.add(prefix)
         self._queue(NewEntry(row, value))
@@ -177,7 +180,7 @@ class Saver:
 
     def _queue(self, entry: NewEntry) -> None:
         footprint = budget.footprint(len(entry.value))
-        if self._batch.entries and self._batch.size + footprint > min(BATCH_BYTES, budget.largest(self._writing) // 4):
+        if self._batch.entries and self._batch.size + footprint > min(BATCH_BYTES, budget.largest(self._writing.blobs) // 4):
             self._commit()
         self._batch.entries.append(entry)
         self._batch.size += footprint

@@ -17,24 +17,27 @@ from kvkeep.store.errors import StoreClosed
 MAX_WAITING_BYTES = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Job:
     """Something to be stored.
 
     Attributes:
         run: does it; may raise, which is reported and ends only this job.
         tokens: what the state was decoded from, int32; empty for jobs without a state.
-        size: bytes that the job keeps alive.
+        size: bytes that the job keeps alive; jobs without a state have 0, and are never dropped.
+        replaces: a waiting state of the same tokens' beginning needn't be stored as well. Not so where a state holds
+            for one position only.
     """
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     tokens: npt.NDArray[np.int32]
     size: int
+    replaces: bool = True
 
     def continues(self, other: "Job") -> bool:
         """Whether this is a later state of the same chat, which makes `other` superfluous."""
         length = len(other.tokens)
-        return 0 < length <= len(self.tokens) and np.array_equal(self.tokens[:length], other.tokens)
+        return self.replaces and 0 < length <= len(self.tokens) and np.array_equal(self.tokens[:length], other.tokens)
 
 
 class Writer:
@@ -44,6 +47,7 @@ class Writer:
         failed: called with every exception of a job.
         dropped: called for every job that is given up because too much waits.
         max_waiting_bytes: bound of the queue.
+        held: do nothing until `let_go`.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class Writer:
         dropped: Callable[[], None],
         *,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
+        held: bool = False,
     ) -> None:
         self._failed = failed
         self._dropped = dropped
@@ -61,6 +66,7 @@ class Writer:
         # Identifier of the thread that does a job, 0 while nobody does.
         self._running = 0
         self._closed = False
+        self._held = held
         self._thread = threading.Thread(target=self._loop, name="kvkeep-writer", daemon=True)
         self._thread.start()
 
@@ -74,14 +80,30 @@ class Writer:
             if self._closed:
                 raise StoreClosed("the writer is closed")
             self._jobs = deque(waiting for waiting in self._jobs if not job.continues(waiting))
-            while self._jobs and self._waiting_bytes() + job.size > self._max_waiting_bytes:
-                self._jobs.popleft()
-                self._dropped()
+            self._make_room(job.size)
             self._jobs.append(job)
             self._changed.notify_all()
 
-    def _waiting_bytes(self) -> int:
-        return sum(job.size for job in self._jobs)
+    def _make_room(self, size: int) -> None:
+        """Drop the oldest states until `size` more bytes may wait."""
+        surplus = sum(job.size for job in self._jobs) + size - self._max_waiting_bytes
+        for job in [job for job in self._jobs if job.size > 0]:
+            if surplus <= 0:
+                return
+            self._jobs.remove(job)
+            self._dropped()
+            surplus -= job.size
+
+    def let_go(self) -> None:
+        """End the state of being held."""
+        with self._changed:
+            self._held = False
+            self._changed.notify_all()
+
+    def give_up(self) -> None:
+        """Drop every state that waits."""
+        with self._changed:
+            self._make_room(self._max_waiting_bytes)
 
     @property
     def waiting(self) -> int:
@@ -98,48 +120,59 @@ class Writer:
         if self._is_a_job():
             return False
         deadline = None if timeout is None else time.monotonic() + timeout
-        while (job := self._next(lambda: not self._jobs, deadline)) is not None:
-            self._do(job)
+        while self._step(lambda: not self._jobs, deadline):
+            pass
         return self.waiting == 0
 
     def close(self) -> None:
         """Store everything that waits, then end the thread. Safe to call twice."""
         with self._changed:
             self._closed = True
+            self._held = False
             self._changed.notify_all()
-        if not self._is_a_job():
-            # A job that closes its writer, because it held the owner's last reference, is followed by those that wait.
-            self.flush()
-            self._thread.join()
+        if self._is_a_job() or threading.current_thread() is self._thread:
+            # Called by a job, or by the garbage collector in the writer's own thread: the loop does what waits.
+            return
+        self.flush()
+        self._thread.join()
 
     def _is_a_job(self) -> bool:
         return self._running == threading.get_ident()
 
-    def _next(self, at_end: Callable[[], bool], deadline: float | None) -> Job | None:
-        """The next job, as soon as none is running; None when `at_end` or at the deadline.
+    def _step(self, at_end: Callable[[], bool], deadline: float | None) -> bool:
+        """Do the next job, as soon as none is running. Returns False when `at_end`, or at the deadline.
 
-        One at a time, whoever does them: a state must not be stored before the damaged one that it replaces is gone.
+        One at a time, whoever does them: a state must not be stored before the damaged one that it replaces is gone. An
+        interrupt anywhere in here leaves the job in the queue.
         """
-        with self._changed:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = self._changed.wait_for(lambda: not self._running and (self._jobs or at_end()), left)
-            if not ready or not self._jobs:
-                return None
-            self._running = threading.get_ident()
-            return self._jobs.popleft()
-
-    def _do(self, job: Job) -> None:
+        job: Job | None = None
         try:
+            with self._changed:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not self._changed.wait_for(lambda: self._is_ready(at_end), left) or not self._jobs:
+                    return False
+                job = self._jobs[0]
+                self._running = threading.get_ident()
+                self._jobs.popleft()
             job.run()
         except Exception as error:  # noqa: BLE001 - reported by the owner: counted, and logged once a kind
             self._failed(error)
+        except BaseException:
+            with self._changed:
+                if job is not None and job not in self._jobs:
+                    self._jobs.appendleft(job)
+            raise
         finally:
             with self._changed:
-                self._running = 0
-                self._changed.notify_all()
+                if self._is_a_job():
+                    self._running = 0
+                    self._changed.notify_all()
+        return True
+
+    def _is_ready(self, at_end: Callable[[], bool]) -> bool:
+        return not self._running and not (self._held and self._jobs) and (bool(self._jobs) or at_end())
 
     def _loop(self) -> None:
         become_idle()
-        while (job := self._next(lambda: self._closed, None)) is not None:
-            self._do(job)
-            del job  # a state of gigabytes must not live until the next one comes
+        while self._step(lambda: self._closed, None):
+            pass

@@ -5,6 +5,7 @@ Knows names and values only: what a value means and who still needs it is decide
 
 import errno
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,9 @@ from kvkeep.store.hashing import BlobId
 DATA_FILE = "data.mdb"
 # An LMDB page. Values of kilobytes and more take whole pages of their own.
 PAGE_BYTES = 4096
+# How often, and how long each time, to wait for a moment in which the map's size can be taken over.
+_RESIZES = 3
+_RESIZE_SECONDS = 10.0
 # Each open snapshot takes one; a busy machine has a few dozen. A slot of a dead process is given back by `reader_check`.
 MAX_READERS = 254
 
@@ -54,7 +58,9 @@ class BlobStore:
 
     def __init__(self, folder: Path, map_bytes: int) -> None:
         self.folder = folder
-        self.map_bytes = -(-map_bytes // PAGE_BYTES) * PAGE_BYTES
+        self.map_bytes = _whole_pages(map_bytes)
+        self._active = 0
+        self._ended = threading.Condition()
         folder.mkdir(mode=0o700, exist_ok=True)
         self._extend_to_map()
         with _translated():
@@ -70,6 +76,12 @@ class BlobStore:
             )
             self._env.reader_check()
 
+    @staticmethod
+    def is_too_short(folder: Path, map_bytes: int) -> bool:
+        """Whether there is a data file that a map of this size would reach beyond."""
+        data = folder / DATA_FILE
+        return data.exists() and 0 < data.stat().st_size < _whole_pages(map_bytes)
+
     def _extend_to_map(self) -> None:
         """Make the file as long as the map, sparsely.
 
@@ -82,9 +94,43 @@ class BlobStore:
             os.truncate(data, self.map_bytes)
 
     @contextmanager
+    def _begin(self, *, write: bool = False) -> Iterator[lmdb.Transaction]:
+        """A transaction, also after another process with a larger budget has grown the map."""
+        with _translated():
+            for _ in range(_RESIZES):
+                with self._counted():
+                    try:
+                        txn = self._env.begin(write=True) if write else self._env.begin(buffers=True)
+                    except lmdb.MapResizedError:
+                        pass
+                    else:
+                        with txn:
+                            yield txn
+                        return
+                self._adopt_size()
+        raise StoreError(f"the map of {self.folder} is grown by other processes faster than this one can follow")
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._ended:
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._ended:
+                self._active -= 1
+                self._ended.notify_all()
+
+    def _adopt_size(self) -> None:
+        """Take over the map's present size, which LMDB allows only while this process has no transaction."""
+        with self._ended:
+            if self._ended.wait_for(lambda: self._active == 0, _RESIZE_SECONDS):
+                self._env.set_mapsize(0)
+
+    @contextmanager
     def read(self) -> Iterator[BlobReader]:
         """A snapshot. Keep it short: as long as it lives, no deleted page can be used again."""
-        with _translated(), self._env.begin(buffers=True) as txn:
+        with self._begin() as txn:
             yield BlobReader(txn)
 
     def put(self, blobs: Iterable[tuple[BlobId, bytes]]) -> None:
@@ -96,13 +142,13 @@ class BlobStore:
         Raises:
             MapFull, DiskFull: nothing of this call was written.
         """
-        with _translated(), self._env.begin(write=True) as txn:
+        with self._begin(write=True) as txn:
             for name, value in blobs:
                 txn.put(name, value)
 
     def delete(self, names: Iterable[BlobId]) -> None:
         """Delete blobs in one transaction. Names that aren't there are passed over."""
-        with _translated(), self._env.begin(write=True) as txn:
+        with self._begin(write=True) as txn:
             for name in names:
                 txn.delete(name)
 
@@ -111,7 +157,7 @@ class BlobStore:
 
         LMDB reuses a freed page only two transactions later; without this, delete and then put is MapFull again.
         """
-        with _translated(), self._env.begin(write=True) as txn:
+        with self._begin(write=True) as txn:
             txn.put(b"\0settle", b"")
             txn.delete(b"\0settle")
             self._env.reader_check()
@@ -139,6 +185,10 @@ class BlobStore:
 # What LMDB says when the disk is full. EIO too: it calls a write that fits only in part an I/O error, and that is how a
 # disk usually gets full.
 _NO_ROOM = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
+
+
+def _whole_pages(n_bytes: int) -> int:
+    return -(-n_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 @contextmanager

@@ -55,8 +55,12 @@ def encode(plain: Any) -> bytes:
     return _HEADER.pack(MAGIC, Codec.RAW, size) + memoryview(plain).cast("B")
 
 
-def decode(value: Any) -> bytes | memoryview:
+def decode(value: Any, expected: int | None = None) -> bytes | memoryview:
     """The plain bytes of a stored value. For `Codec.RAW` a view into `value`, no copy.
+
+    Args:
+        value: anything with the buffer protocol.
+        expected: how many plain bytes there should be; compared before anything is allocated.
 
     Raises:
         BadFrame: no value of ours, an unknown codec, or sizes that don't agree.
@@ -67,6 +71,8 @@ def decode(value: Any) -> bytes | memoryview:
     magic, codec, size = _HEADER.unpack_from(view)
     if magic != MAGIC:
         raise BadFrame(f"a stored value starts with {MAGIC!r}, this starts with {magic!r}")
+    if expected not in (None, size):
+        raise BadFrame(f"a stored value announces {size} bytes, {expected} are expected")
     if size > MAX_FRAME_BYTES:
         raise BadFrame(f"a stored value announces {size} bytes, more than any frame has")
     body = view[HEADER_BYTES:]
@@ -81,7 +87,6 @@ def decode(value: Any) -> bytes | memoryview:
 
 def _inflate(body: memoryview, size: int) -> bytes:
     try:
-        # Compared before anything is allocated: the frame's own idea of its size is as untrusted as ours.
         announced = zstandard.frame_content_size(body)
         if announced != size:
             raise BadFrame(f"a zstd value announces {size} bytes, its frame announces {announced}")

@@ -8,6 +8,8 @@ from sqlalchemy.dialects.sqlite import insert
 
 from kvkeep.store.schema import file_digest
 
+_INT64 = (1 << 63) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
@@ -28,7 +30,9 @@ class FileStamp:
         """
         real = os.path.realpath(path)
         found = os.stat(real)
-        return cls(real, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+        # Columns hold text that is UTF-8, and signed 64 bits: some file systems have names and inodes beyond.
+        name = os.fsencode(real).decode(errors="backslashreplace")
+        return cls(name, found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino & _INT64)
 
 
 def get(connection: Connection, stamp: FileStamp) -> bytes | None:

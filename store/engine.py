@@ -5,7 +5,7 @@ sqlalchemy has its home in this package: here, in `schema`, and in the modules o
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from sqlite3 import Connection as DriverConnection
 
@@ -117,8 +117,12 @@ class Index:
     @property
     def disk_bytes(self) -> int:
         """Bytes of the database with its write-ahead log."""
-        files = (self.path, self.path.with_name(self.path.name + "-wal"), self.path.with_name(self.path.name + "-shm"))
-        return sum(file.stat().st_blocks * 512 for file in files if file.exists())
+        total = 0
+        for suffix in ("", "-wal", "-shm"):
+            # SQLite removes the log when the last user closes.
+            with suppress(FileNotFoundError):
+                total += self.path.with_name(self.path.name + suffix).stat().st_blocks * 512
+        return total
 
     def close(self) -> None:
         self._engine.dispose()

@@ -17,6 +17,7 @@
         UnknownLayout            41   llama.cpp bytes of a kind that the parser doesn't know
         TruncatedState           42   llama.cpp bytes that end too early or too late
         StateRefused             43   llama.cpp didn't take an assembled state
+        NotIdentified            44   the model's files changed, so whose states these are isn't known
       CapacityError              50
         MapFull                  51   the blobs' share of the byte budget is used up
         DiskFull                 52   the disk has no room
@@ -118,6 +119,12 @@ class StateRefused(LayoutError):
     """llama.cpp took fewer bytes than it was given, or stands at another position afterwards."""
 
     exit_code = 43
+
+
+class NotIdentified(LayoutError):
+    """The model's files changed after they were loaded, so nobody knows whose states these are."""
+
+    exit_code = 44
 
 
 class CapacityError(KvkeepError):

@@ -20,9 +20,8 @@ MAGIC = b"KVF1"
 _HEADER = struct.Struct("<4sB3x32s32sIIIQ")
 HEADER_BYTES = _HEADER.size
 TOKEN_BYTES = 4
-# No frame comes near this (a block of 64 tokens of a 70B model has 20 MB, a whole opaque state a few GB). It keeps a
-# hostile length from being allocated.
-MAX_FRAME_BYTES = 1 << 36
+# LMDB's values end at 4 GiB. A block of 64 tokens of a 70B model has 20 MB; only an opaque state could be larger.
+MAX_FRAME_BYTES = (1 << 32) - 4096
 
 Bytes = npt.NDArray[np.uint8]
 

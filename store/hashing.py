@@ -35,6 +35,11 @@ def extend(parent: PrefixHash | Fingerprint, tokens: Buffer) -> PrefixHash:
     return PrefixHash(blake3(parent + bytes(tokens)).digest())
 
 
+def prefix_of(anchor: PrefixHash, rest: Buffer) -> PrefixHash:
+    """The prefix hash `rest` tokens behind a block border, by which checkpoints are found."""
+    return extend(anchor, rest) if rest else anchor
+
+
 def chain(root: Fingerprint, tokens: Buffer, block_bytes: int) -> list[PrefixHash]:
     """Prefix hashes at every block border.
 
@@ -71,7 +76,9 @@ def digest_fields(purpose: str, fields: Iterable[tuple[str, str | bytes]]) -> by
     return hasher.digest()
 
 
-def digest_file(path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None) -> bytes:
+def digest_file(
+    path: str | os.PathLike[str], *, progress: Callable[[int], None] | None = None, in_parallel: bool = True
+) -> bytes:
     """BLAKE3 of a whole file, read in pieces so that nothing as large as the file is ever held.
 
     Read with `read` and not mapped: a file that shrinks while it is mapped kills the process with SIGBUS.
@@ -79,11 +86,12 @@ def digest_file(path: str | os.PathLike[str], *, progress: Callable[[int], None]
     Args:
         path: the file.
         progress: called with the bytes of each piece; may raise to stop.
+        in_parallel: use all cores.
 
     Raises:
         OSError: the file can't be read.
     """
-    hasher = blake3(max_threads=blake3.AUTO)
+    hasher = blake3(max_threads=blake3.AUTO if in_parallel else 1)
     with open(path, "rb", buffering=0) as file:
         for piece in _pieces(file.readinto):
             hasher.update(piece)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import portalocker
 
-from kvkeep.store.errors import StoreLocked
+from kvkeep.store.errors import StoreError, StoreLocked
 
 # portalocker asks again this often; its default of 0.25 s would be most of a small save.
 _ASK_AGAIN = 0.01
@@ -73,6 +73,8 @@ def _acquire(path: Path, how: portalocker.LockFlags, timeout: float) -> portaloc
     )
     try:
         lock.acquire()
-    except portalocker.exceptions.LockException as error:
+    except portalocker.exceptions.AlreadyLocked as error:
         raise StoreLocked(f"{path} stayed locked by another process for {timeout:g} seconds") from error
+    except portalocker.exceptions.LockException as error:
+        raise StoreError(f"{path} can't be locked: {error}") from error
     return lock

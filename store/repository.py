@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +35,16 @@ INDEX_FILE = "index.sqlite3"
 ROOT_LOCK = "lock"
 WRITER_LOCK = "writer.lock"
 
-DEFAULT_CAPACITY = 4 << 30
+
+class DefaultCapacity(int):
+    """A number of bytes that nobody has asked for: it never replaces a budget that a root remembers."""
+
+
+DEFAULT_CAPACITY = DefaultCapacity(4 << 30)
 # Below this the index's share leaves next to nothing for blobs.
 MIN_CAPACITY = 16 << 20
+# The largest file of ext4 has 16 TiB, and the map is one file.
+MAX_CAPACITY = 8 << 40
 # The index's share of the budget: about 1 KB a block of tens of KB and more, and never less than its write-ahead log and
 # the copies that SQLite makes of pages need.
 INDEX_SHARE = 1 / 8
@@ -45,6 +52,8 @@ MIN_INDEX_BYTES = 4 << 20
 
 # How long an open waits for another process's schema migration.
 OPEN_SECONDS = 10.0
+# How long a close waits for those who still read.
+CLOSE_SECONDS = 60.0
 # A save that can't get the writer's lock in this time is dropped and counted.
 WRITE_SECONDS = 20.0
 
@@ -116,14 +125,16 @@ class Writing:
         return len(orphans)
 
     def _delete(self, names: Sequence[BlobId]) -> None:
+        """Delete blobs whose rows are gone. Where even that finds no room they stay, as garbage for the next sweep."""
         if not names:
             return
-        try:
-            self.blobs.delete(names)
-        except MapFull:
-            # A really full map can't even delete. The blobs are garbage now, and the next sweep takes them.
-            self.blobs.settle()
-            self.blobs.delete(names)
+        with suppress(MapFull):
+            try:
+                self.blobs.delete(names)
+            except MapFull:
+                # A really full map can't delete at once.
+                self.blobs.settle()
+                self.blobs.delete(names)
 
 
 def _forget(connection: Connection, entries: Sequence[Entry]) -> None:
@@ -160,6 +171,8 @@ class Repository:
         self._closed = False
         self._touched: dict[tuple[str, int], int] = {}
         self._touching = threading.Lock()
+        self._users = 0
+        self._left = threading.Condition()
         _make_private(path)
         self._lock = SharedLock(path / ROOT_LOCK)
         self._lock.share(OPEN_SECONDS)
@@ -168,44 +181,65 @@ class Repository:
             self.index = Index(path / INDEX_FILE)
             undo.callback(self.index.close)
             self._bring_up_to_date()
-            self.capacity_bytes = self.agree_on_capacity(capacity_bytes)
+            self.capacity_bytes = self._known_capacity() if capacity_bytes is None else capacity_bytes
             with self.index.read() as connection:
                 generation = settings.get(connection, settings.GENERATION, 1)
-            self.blobs = BlobStore(path / f"blobs-{generation}", _map_bytes(self.capacity_bytes))
+            self.blobs = self._open_blobs(path / f"blobs-{generation}")
+            undo.callback(self.blobs.close)
+            # Remembered only now: a budget with which nothing can be opened must not be found by the next one.
+            self.agree_on_capacity(capacity_bytes)
             undo.pop_all()
 
-    def _bring_up_to_date(self) -> None:
-        if self.index.is_current():
-            return
-        self._lock.exclude(OPEN_SECONDS)
-        # Somebody else may have done it while we waited.
-        if not self.index.is_current():
-            self.index.upgrade()
-        self._lock.share(OPEN_SECONDS)
+    def _open_blobs(self, folder: Path) -> BlobStore:
+        map_bytes = _map_bytes(self.capacity_bytes)
+        if not BlobStore.is_too_short(folder, map_bytes):
+            return BlobStore(folder, map_bytes)
+        # Under the lock, because extending a file that somebody else extends further would cut it.
+        with exclusive(self.path / WRITER_LOCK, OPEN_SECONDS):
+            return BlobStore(folder, map_bytes)
 
-    def agree_on_capacity(self, wanted: int | None) -> int:
-        """Remember a budget for the next open, or ask for the remembered one. The last explicit wish wins."""
+    def _bring_up_to_date(self) -> None:
+        while not self.index.is_current():
+            self._lock.exclude(OPEN_SECONDS)
+            # Somebody else may have done it while we waited.
+            if not self.index.is_current():
+                self.index.upgrade()
+            # Looked at once more: between the two locks a newer kvkeep may have changed it.
+            self._lock.share(OPEN_SECONDS)
+
+    def _known_capacity(self) -> int:
         with self.index.read() as connection:
-            known = settings.get(connection, settings.CAPACITY_BYTES, 0)
-        if wanted is None:
-            return known or DEFAULT_CAPACITY
-        if wanted != known:
+            return settings.get(connection, settings.CAPACITY_BYTES, DEFAULT_CAPACITY)
+
+    def agree_on_capacity(self, wanted: int | None) -> None:
+        """Remember a budget for the next open. The last explicit wish wins."""
+        if wanted is not None and wanted != self._known_capacity():
             with self.index.write() as connection:
                 settings.put(connection, settings.CAPACITY_BYTES, wanted)
-        return wanted
+
+    @contextmanager
+    def _in_use(self) -> Iterator[None]:
+        """Keep the environment open: reading from a map that is gone ends the process."""
+        with self._left:
+            self._check_open()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._left:
+                self._users -= 1
+                self._left.notify_all()
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
         """Read rows, then blobs."""
-        self._check_open()
-        with self.index.read() as connection, self.blobs.read() as blobs:
+        with self._in_use(), self.index.read() as connection, self.blobs.read() as blobs:
             yield Snapshot(connection, blobs)
 
     @contextmanager
     def rows(self) -> Iterator[Connection]:
         """Read rows only."""
-        self._check_open()
-        with self.index.read() as connection:
+        with self._in_use(), self.index.read() as connection:
             yield connection
 
     @contextmanager
@@ -215,19 +249,18 @@ class Repository:
         Raises:
             StoreLocked: another writer didn't finish within `timeout` seconds.
         """
-        self._check_open()
-        with exclusive(self.path / WRITER_LOCK, timeout):
+        with self._in_use(), exclusive(self.path / WRITER_LOCK, timeout):
             yield Writing(self.index, self.blobs)
 
     def sweep(self) -> int:
         """Delete blobs that no row names, as killed writers leave them. Returns their number.
 
-        Counts first, without a lock, because there are hardly ever any.
+        Looks first, without a lock, because there are hardly ever any.
         """
         with self.snapshot() as snapshot:
-            garbage = len(snapshot.blobs) - len(rows.all_named(snapshot.connection))
-        if garbage <= 0:
-            return 0
+            named = rows.all_named(snapshot.connection)
+            if all(name in named for name in snapshot.blobs.ids()):
+                return 0
         with self.writing() as writing:
             return writing.sweep()
 
@@ -263,7 +296,12 @@ class Repository:
             raise StoreClosed(f"{self.path} is closed")
 
     def close(self) -> None:
-        self._closed = True
+        """Close it, as soon as nobody reads or writes any more."""
+        with self._left:
+            self._closed = True
+            if not self._left.wait_for(lambda: self._users == 0, CLOSE_SECONDS):
+                # Left open for those who still read; the process's end closes it.
+                return
         self.blobs.close()
         self.index.close()
         self._lock.release()
@@ -302,6 +340,8 @@ def valid_capacity(capacity_bytes: int) -> int:
     """
     if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int):
         raise UsageError(f"capacity_bytes is a whole number of bytes, not {capacity_bytes!r}")
+    if capacity_bytes > MAX_CAPACITY:
+        raise UsageError(f"capacity_bytes is {capacity_bytes}; at most {MAX_CAPACITY} (8 TiB) are possible")
     if capacity_bytes < MIN_CAPACITY:
         raise UsageError(f"capacity_bytes is {capacity_bytes}; at least {MIN_CAPACITY} (16 MiB) are needed")
     return capacity_bytes

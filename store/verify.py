@@ -20,7 +20,9 @@ def verified(value: memoryview | None, entry: Entry) -> tuple[FrameHeader, Bytes
     """
     if value is None:
         raise MissingBlob(f"blob {entry.blob.hex()[:16]} of the entry at position {_position(entry)} is missing")
-    plain = codec.decode(value)
+    if value.nbytes != entry.stored_bytes:
+        raise HashMismatch(f"blob {entry.blob.hex()[:16]} has {value.nbytes} bytes, its row says {entry.stored_bytes}")
+    plain = codec.decode(value, expected=entry.plain_bytes)
     if blob_id(plain) != entry.blob:
         raise HashMismatch(f"the bytes of blob {entry.blob.hex()[:16]} don't hash to its name")
     header, payload = frame.unpack(plain)
@@ -28,9 +30,6 @@ def verified(value: memoryview | None, entry: Entry) -> tuple[FrameHeader, Bytes
         raise HashMismatch(f"blob {entry.blob.hex()[:16]} belongs to another entry than the row at position {_position(entry)}")
     if isinstance(entry, Node) and extend(entry.parent, entry.tokens) != entry.key:
         raise HashMismatch(f"the row at position {entry.start} doesn't hash to its key: its tokens or its parent are damaged")
-    sizes = (value.nbytes, header.size + payload.size)
-    if sizes != (entry.stored_bytes, entry.plain_bytes):
-        raise HashMismatch(f"blob {entry.blob.hex()[:16]} has other sizes than the row at position {_position(entry)} says")
     return header, payload
 
 

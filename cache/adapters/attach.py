@@ -78,12 +78,13 @@ class Attachment:
         except BaseException:
             self._wrapping.undo()
             raise
+        self._timings = Wrapping(llm._ctx, {"reset_timings": self._reset_timings})
         self._signature = inspect.signature(type(llm).generate)
         self._turn = 0
-        self._generating = False
+        self._inside = False
         self._handed_over = False
-        # A model that goes takes its cache with it; what waits is stored first.
-        weakref.finalize(llm, self._session.close)
+        # A model that goes takes its cache with it; what waits is stored first. Runs at exit, too.
+        self._finalizer = weakref.finalize(llm, self._session.close)
 
     @property
     def last(self) -> Match | None:
@@ -107,10 +108,12 @@ class Attachment:
     def detach(self) -> None:
         """Leave the model as it was before. What waits is still stored."""
         self._wrapping.undo()
+        self._timings.undo()
 
     def close(self) -> None:
         """Flush, detach, and give the folder back. Safe to call twice."""
         self._session.close()
+        self._finalizer.detach()
         self.detach()
 
     def __enter__(self) -> Self:
@@ -135,17 +138,36 @@ class Attachment:
             self._settle(llm, prompt)
         else:
             self._session.last = Match(length=0, prompt_tokens=len(prompt), reason=Reason.NO_RESET)
-        self._generating, self._handed_over = True, False
+        self._handed_over = False
+        stream = self._wrapping.original(llm, "generate")(prompt, *args, **kwargs)
         try:
-            yield from self._wrapping.original(llm, "generate")(prompt, *args, **kwargs)
+            yield from self._driven(stream)
         finally:
             # A generator that is dropped and closed late must not save in the middle of the next one.
             if turn == self._turn:
-                self._generating = False
                 self._session.keep(llm)
 
+    def _driven(self, stream: Generator[int, Any, None]) -> Generator[int, Any, None]:
+        """`yield from stream`, knowing at any time whether control is inside of it.
+
+        A stream may be suspended for good; what is evaluated meanwhile is not its doing.
+        """
+        answer: Any = None
+        try:
+            while True:
+                self._inside = True
+                try:
+                    token = stream.send(answer)
+                except StopIteration:
+                    return
+                finally:
+                    self._inside = False
+                answer = yield token
+        finally:
+            stream.close()
+
     def _eval(self, llm: Any, tokens: Sequence[int]) -> None:
-        if not self._generating:
+        if not self._inside:
             # Chat handlers clear the context and call eval themselves: that is a prompt too.
             if llm.n_tokens == 0 and len(tokens) > 1:
                 tokens = tokens[self._session.settle(llm, tokens).length :]
@@ -154,8 +176,16 @@ class Attachment:
             self._wrapping.original(llm, "eval")(tokens)
 
     def _reset(self, llm: Any) -> None:
+        if not self._inside:
+            # What a suspended stream has left would be gone.
+            self._session.keep(llm)
         self._session.was_reset()
         self._wrapping.original(llm, "reset")()
+
+    def _reset_timings(self, context: Any) -> None:
+        # With verbose=True, the default, Llama does this before each prompt.
+        with self._session.resetting_timings():
+            self._timings.original(context, "reset_timings")()
 
     def _load_state(self, llm: Any, state: Any) -> None:
         with self._session.loading(llm, proven=False):

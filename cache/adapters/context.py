@@ -48,13 +48,17 @@ class LiveContext:
         """False for embedding and diffusion models, which remember nothing."""
         return self._memory is not None
 
+    def state_bytes(self) -> int:
+        """Bytes that a copy of the state has."""
+        return int(llama_cpp.llama_state_seq_get_size(self._ctx, SEQ_ID))
+
     def copy_state(self) -> Bytes:
         """The state of the sequence.
 
         Raises:
             StateRefused: llama.cpp wrote another number of bytes than it announced.
         """
-        size = int(llama_cpp.llama_state_seq_get_size(self._ctx, SEQ_ID))
+        size = self.state_bytes()
         state: Bytes = np.empty(size, np.uint8)
         written = int(llama_cpp.llama_state_seq_get_data(self._ctx, state.ctypes.data_as(_BYTE_POINTER), size, SEQ_ID))
         if written != size or size == 0:
@@ -120,11 +124,15 @@ class LiveContext:
             return -1
         return int(llama_cpp.llama_memory_seq_pos_max(self._memory, SEQ_ID))
 
-    def decoded_count(self) -> tuple[int, int]:
-        """llama.cpp's own count of decoded tokens. Changes with every decode, whoever calls it."""
+    def decoded_count(self) -> tuple[int, int, float, float]:
+        """llama.cpp's own counts and times of decoding, which change with every decode, whoever calls it.
+
+        The times too, because llama.cpp shows 1 where a count is still 0. With `no_perf=True` there are no times, and the
+        very first decode of a single token can't be told from none.
+        """
         llama_cpp.llama_synchronize(self._ctx)
         perf = llama_cpp.llama_perf_context(self._ctx)
-        return int(perf.n_p_eval), int(perf.n_eval)
+        return int(perf.n_p_eval), int(perf.n_eval), float(perf.t_p_eval_ms), float(perf.t_eval_ms)
 
 
 def _v_trans(flash_attn_type: int) -> bool | None:

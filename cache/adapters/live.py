@@ -27,10 +27,8 @@ class LiveSequence:
     def __init__(self, llm: Any) -> None:
         self.context = LiveContext(llm)
         self._ledger = Ledger(llm.n_ctx())
+        # What was decoded before anybody looked stays unknown: input_ids may show stale numbers where an image is.
         self._count = self.context.decoded_count()
-        if llm.n_tokens > 0:
-            # Decoded before anybody looked: fit to go on from, not to be saved.
-            self._ledger.set(llm.input_ids[: llm.n_tokens], proven=False)
 
     def is_known(self, llm: Any) -> bool:
         """Whether every position of the context came from a text token that was seen."""
@@ -54,6 +52,13 @@ class LiveSequence:
         if count != self._count:
             self._count = count
             self._ledger.cut(0)
+
+    @contextmanager
+    def resetting_timings(self) -> Iterator[None]:
+        """Around a reset of llama.cpp's counters, by which foreign decodes are noticed."""
+        self._notice_foreign_decodes()
+        yield
+        self._count = self.context.decoded_count()
 
     def usable_prefix(self, llm: Any, prompt: Tokens) -> int:
         """How many tokens of the prompt the context can give: known, shared, and possible to cut back to.
@@ -118,6 +123,10 @@ class LiveSequence:
         began = time.perf_counter()
         try:
             yield outcome
+        except BaseException:
+            # The decode may have happened all the same, and the logits are then those of another position.
+            llm._requires_eval = True
+            raise
         finally:
             # Waits for the device, so the seconds are those of the work and not of its submission.
             self._count = self.context.decoded_count()
@@ -131,7 +140,8 @@ class LiveSequence:
 
     def was_loaded(self, llm: Any, *, proven: bool) -> None:
         """`Llama.load_state` was called. Whose state that was, nobody knows, unless it was one of ours."""
-        self._ledger.set(llm.input_ids[: llm.n_tokens], proven=proven)
+        complete = self.context.pos_max() == llm.n_tokens - 1
+        self._ledger.set(llm.input_ids[: llm.n_tokens], proven=proven and complete)
 
     def keepable(self, llm: Any) -> Tokens:
         """The context's tokens, if every position is known and the memory ends exactly behind the last one; else none.
@@ -144,8 +154,9 @@ class LiveSequence:
         if not known or not np.array_equal(self._ledger.tokens, llm.input_ids[:n_tokens]):
             return NO_TOKENS
         if self.context.kind is MemoryKind.ATTENTION and self.context.pos_max() >= n_tokens:
-            # An interrupt leaves the memory ahead of n_tokens.
+            # An interrupt leaves the memory ahead of n_tokens, and logits that aren't those of its last token.
             self.context.cut(n_tokens)
+            llm._requires_eval = True
         if self.context.pos_max() != n_tokens - 1 or not self.context.can_go_on_from(n_tokens):
             return NO_TOKENS
         return self._ledger.tokens.copy()

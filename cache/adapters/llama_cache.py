@@ -15,6 +15,7 @@ from kvkeep.cache.layout import Form
 from kvkeep.cache.match import Match
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.store.errors import KvkeepError, UsageError
+from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.repository import DEFAULT_CAPACITY
 
 
@@ -28,7 +29,8 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
     the cache has its own copy, and ignores that one. `attach` does the same without `save_state`, which copies three times
     and adds up to n_batch x n_vocab floats of zeros; use it where you can.
 
-    There is no `__len__`: `Llama` never uses a cache that is falsy, as an empty one would be.
+    Bound to its model: never give it to another one's `set_cache`. There is no `__len__`: `Llama` never uses a cache that
+    is falsy, as an empty one would be.
     """
 
     def __init__(self, llm: Any, options: dict[str, Any]) -> None:
@@ -70,6 +72,8 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         Raises:
             KeyError: nothing of it is stored, it couldn't be restored, or decoding is quicker. The text says which.
         """
+        if not self._wrapping.active:
+            raise KeyError("the cache is closed")
         llm = self._model()
         tokens = list(key)
         if not tokens:
@@ -93,7 +97,7 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         return found
 
     def __contains__(self, key: Sequence[int]) -> bool:
-        """Whether at least one token of the key's beginning is stored."""
+        """Whether at least one token of the key's beginning is stored. False once the cache is closed."""
         cache = self._session.cache
         return cache is not None and self._stored(cache, list(key)) is not None
 
@@ -103,12 +107,21 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         `key` isn't looked at: `Llama` passes prompt and answer, which can be a token longer than the state. Only the
         live context is known to hold what its tokens say, so a state of something else is not kept, and counted.
         """
+        if not self._wrapping.active:
+            return
         llm = self._model()
         tokens = np.asarray(value.input_ids)[: value.n_tokens]
         if not np.array_equal(tokens, llm.input_ids[: llm.n_tokens]):
             self._session.reporter.once("other state", "a state that isn't the model's present one is not kept")
             return
         self._session.keep(llm)
+
+    def detach(self) -> None:
+        """Leave the model as it was before, without this cache. What waits is still stored."""
+        super().detach()
+        llm = self._llm()
+        if llm is not None and llm.cache is self:
+            llm.set_cache(None)
 
     def _model(self) -> Any:
         llm = self._llm()
@@ -128,7 +141,9 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
 
     def _load_state(self, llm: Any, state: LlamaState) -> None:
         self._asked = None
-        with self._session.loading(llm, proven=isinstance(state, StoredState)):
+        cache = self._session.cache
+        ours = isinstance(state, StoredState) and cache is not None and state.fingerprint == cache.identity.fingerprint
+        with self._session.loading(llm, proven=ours):
             self._wrapping.original(llm, "load_state")(state)
 
 
@@ -151,7 +166,16 @@ class StoredState(LlamaState):
         self.input_ids: npt.NDArray[np.int32] = np.full(llm.input_ids.shape, -1, np.int32)
         self.input_ids[: len(tokens)] = tokens
 
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """Whose state it is."""
+        return self._cache.identity.fingerprint
+
     def _assembled(self) -> bytes:
+        if self._match.checkpoint is not None:
+            raise KeyError(
+                "the state of this model's memory is kept in the sequence form only; load_state wants the whole form"
+            )
         if self._state is None:
             try:
                 restored = self._cache.restore(self._match, self._tokens, form=Form.WHOLE, arch=self._arch)

@@ -10,7 +10,7 @@ No error passes this border: it is logged once, counted, and becomes a miss.
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +27,14 @@ from kvkeep.cache.match import Match, Reason, Source
 from kvkeep.cache.prefix_cache import Identity, PrefixCache
 from kvkeep.cache.report import Reporter
 from kvkeep.cache.writer import Job, Writer
-from kvkeep.store.errors import KvkeepError, StateRefused, StoreLocked
+from kvkeep.store.errors import KvkeepError, StateRefused, StoreLocked, TooLarge
 from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.registry import close_root, open_root
-from kvkeep.store.repository import Repository
+from kvkeep.store.repository import DefaultCapacity, Repository
 
+# How long a close waits for the model's hash: a first run of a large model should leave something behind, but nobody
+# waits minutes for a window to close.
+IDENTIFY_SECONDS = 10.0
 # Said even when the context itself could give the tokens: the person may want to do something about it.
 _WORTH_SAYING = {Reason.BELOW_BREAK_EVEN, Reason.DAMAGED, Reason.REFUSED, Reason.UNAVAILABLE}
 
@@ -60,7 +63,8 @@ class Session:
         self._kept: Tokens = NO_TOKENS
         self._save_anyway = False
         self._identification: Identification | None = None
-        self._writer = Writer(self._job_failed, self.reporter.dropped)
+        # Saves wait until it is known whose they are.
+        self._writer = Writer(self._job_failed, self.reporter.dropped, held=True)
         self._unavailable = ""
         self._open(llm, path, capacity_bytes, extra)
 
@@ -70,7 +74,8 @@ class Session:
             self.reporter.once("no memory", "%s", self._unavailable)
             return
         try:
-            self.repository = open_root(path, capacity_bytes)
+            explicit = None if isinstance(capacity_bytes, DefaultCapacity) else capacity_bytes
+            self.repository = open_root(path, explicit)
             ingredients = ingredients_of(llm, extra)
             label = label_of(llm)
             self._identification = Identification(
@@ -79,25 +84,29 @@ class Session:
                 lambda fingerprint: self._identified(fingerprint, label, ingredients.fields),
                 lambda error: self._give_up("identifying the model", error),
             )
-            self._identification.start()
             self._later(self.repository.sweep)
-        except (KvkeepError, OSError) as error:
+            self._identification.start()
+        except Exception as error:  # noqa: BLE001 - the border: whatever a folder or a file does, the model works without
             self._give_up("opening the cache folder", error)
 
     def _give_up(self, what: str, error: Exception) -> None:
-        self._unavailable = str(error)
+        self._unavailable = str(error) or type(error).__name__
         self.reporter.error(what, error)
+        self._writer.give_up()
 
     def _identified(self, fingerprint: Fingerprint, label: str, fields: dict[str, str]) -> None:
-        assert self.repository is not None
+        repository = self.repository
+        if repository is None:
+            return
         context = self._live.context
         identity = Identity(fingerprint, label, fields, context.kind, context.v_trans, context.ext)
-        cache = PrefixCache(self.repository, identity)
+        cache = PrefixCache(repository, identity)
         with self.reporter.border("reading what was measured before"):
             if (space := cache.namespace) is not None:
                 self.rates.prefill_rate = space.prefill_rate
                 self.rates.restore_rate = space.restore_rate
         self.cache = cache
+        self._writer.let_go()
 
     # -- settle ---------------------------------------------------------------------------------------------------
 
@@ -225,6 +234,12 @@ class Session:
         decoded, seconds = outcome
         self.rates.prefilled(int(decoded), seconds)
 
+    @contextmanager
+    def resetting_timings(self) -> Iterator[None]:
+        """Around a reset of llama.cpp's counters."""
+        with self._lock, self._live.resetting_timings():
+            yield
+
     def was_reset(self) -> None:
         """`Llama.reset` was called."""
         with self._lock:
@@ -254,9 +269,13 @@ class Session:
         tokens = self._live.keepable(llm)
         if len(tokens) == 0 or self._is_kept(tokens):
             return
-        state = self._live.context.copy_state()
+        cuttable = self._live.context.kind is MemoryKind.ATTENTION
         self._kept = tokens
-        self._writer.submit(Job(lambda: self._save(tokens, state), tokens, state.nbytes))
+        if not cuttable and self.cache is not None and self._live.context.state_bytes() > self.cache.largest_bytes:
+            self.reporter.dropped("a state is larger than the whole budget allows, and can't be cut")
+            return
+        state = self._live.context.copy_state()
+        self._writer.submit(Job(lambda: self._save(tokens, state), tokens, state.nbytes, replaces=cuttable))
 
     def _is_kept(self, tokens: Tokens) -> bool:
         """Whether it was saved a moment ago, or the store has it already."""
@@ -273,48 +292,61 @@ class Session:
 
     def _save(self, tokens: Tokens, state: Bytes) -> None:
         """Runs in the writer's thread, or in that of whoever flushes."""
-        if self._identification is not None:
-            self._identification.wait()
-        if self.cache is None:
+        cache = self.cache
+        if cache is None:
             return
-        saved = self.cache.save(tokens, state)
+        saved = cache.save(tokens, state)
         self.reporter.saved(saved.written_bytes, saved.evicted)
-        self.cache.measured(self.rates.prefill_rate, self.rates.restore_rate)
-        self.cache.repository.flush_touched()
+        with self.reporter.border("noting what was measured and used"):
+            cache.measured(self.rates.prefill_rate, self.rates.restore_rate)
+            cache.repository.flush_touched()
 
-    def _later(self, run: Any) -> None:
+    def _later(self, run: Callable[[], object]) -> None:
         self._writer.submit(Job(run, NO_TOKENS, 0))
 
     def _job_failed(self, error: BaseException) -> None:
-        # It isn't stored, so the next state must not be skipped because of it.
-        self._kept = NO_TOKENS
         if isinstance(error, StoreLocked):
             self.reporter.dropped()
+        if not isinstance(error, TooLarge):
+            # It isn't stored, so the next state must not be skipped because of it. (Too large it stays.)
+            self._kept = NO_TOKENS
         self.reporter.error("storing a state", error)
 
     # -- the end --------------------------------------------------------------------------------------------------
 
-    def wait_identified(self) -> None:
-        """Until the model file is hashed."""
-        if self._identification is not None:
-            self._identification.wait()
-
     def flush(self, timeout: float | None = None) -> bool:
         """Save what the context holds, and return when everything is stored. False if `timeout` wasn't enough."""
-        llm = self._llm()
-        if llm is not None and llm._ctx.ctx is not None:
-            self.keep(llm)
-        return self._writer.flush(timeout)
+        began = time.monotonic()
+        if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
+            # Another thread is in the middle of a prompt.
+            return False
+        try:
+            llm = self._llm()
+            if llm is not None and llm._ctx.ctx is not None:
+                self.keep(llm)
+        finally:
+            self._lock.release()
+        if self._unavailable:
+            return True
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+        return self._writer.flush(left)
 
     def close(self) -> None:
-        """Flush, and give the store back. Safe to call twice."""
+        """Flush, and give the store back. Safe to call twice, and beside a prompt in another thread."""
+        if self._identification is not None:
+            # Nothing can be stored before the model is known; a file of tens of gigabytes isn't waited for.
+            self._identification.wait(IDENTIFY_SECONDS)
+            self._identification.stop()
+        if self.cache is None:
+            self._unavailable = self._unavailable or "the model's file wasn't hashed before the end"
+            self._writer.give_up()
+            self._writer.let_go()
         self.flush()
         self._writer.close()
-        if self._identification is not None:
-            self._identification.stop()
-        repository, self.repository = self.repository, None
-        self.cache = None
-        self._unavailable = self._unavailable or "the cache is closed"
+        with self._lock:
+            repository, self.repository = self.repository, None
+            self.cache = None
+            self._unavailable = self._unavailable or "the cache is closed"
         if repository is not None:
             with self.reporter.border("closing"):
                 repository.flush_touched()

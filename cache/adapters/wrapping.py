@@ -1,4 +1,4 @@
-"""Put methods in front of those of one `Llama` object, and take them away again."""
+"""Put methods in front of those of one object, a `Llama` or its context, and take them away again."""
 
 import weakref
 from collections.abc import Callable
@@ -29,6 +29,7 @@ class Wrapping:
         self._llm = weakref.ref(llm)
         self._before = {name: llm.__dict__[name] for name in methods if name in llm.__dict__}
         self._ours: dict[str, Any] = {}
+        self._active = True
         setattr(llm, _MARK, True)
         for name, method in methods.items():
             self._ours[name] = _bound_weakly(self._llm, method)
@@ -42,10 +43,16 @@ class Wrapping:
         bound: Callable[..., Any] = getattr(type(llm), name).__get__(llm)
         return bound
 
+    @property
+    def active(self) -> bool:
+        """Whether the methods are still in front."""
+        return self._active
+
     def undo(self) -> None:
         """Take the methods away. What somebody else put in front of ours since then is left in place."""
         llm = self._llm()
-        if llm is None or getattr(llm, _MARK, None) is None:
+        active, self._active = self._active, False
+        if llm is None or not active:
             return
         for name, ours in self._ours.items():
             if llm.__dict__.get(name) is not ours:

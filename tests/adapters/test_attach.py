@@ -350,3 +350,140 @@ def test_importing_the_cache_is_cheap() -> None:
     code = "import json, sys, kvkeep.cache; print(json.dumps(sorted(sys.modules)))"
     loaded = json.loads(run_child(["-c", code]).stdout)
     assert not {"llama_cpp", "alembic", "sqlalchemy", "rich", "click"} & set(loaded), sys.version
+
+
+def test_a_default_budget_replaces_no_wish(dense: str, root: Path) -> None:
+    first = load(dense)
+    attach(first, root, capacity_bytes=64 << 20).close()
+    attach(first, root).close()
+    with attach(first, root) as keep:
+        assert keep._session.repository is not None
+        assert keep._session.repository.capacity_bytes == 64 << 20
+
+
+def test_a_flush_with_a_timeout_does_not_wait_for_a_large_models_hash(
+    dense: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvkeep.cache import fingerprint
+    from kvkeep.cache.adapters import session
+
+    go_on = threading.Event()
+    real = fingerprint.digest_file
+
+    def slow(path: str, **options: object) -> bytes:
+        assert go_on.wait(60)
+        return real(path, **options)
+
+    monkeypatch.setattr(fingerprint, "digest_file", slow)
+    monkeypatch.setattr(fingerprint, "HASH_AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(session, "IDENTIFY_SECONDS", 0.0)
+    llm = load(dense)
+    keep = attach(llm, root, break_even=False)
+    first_logits(llm, PROMPT)
+    assert keep.flush(timeout=0.01) is False
+    threading.Timer(0.2, go_on.set).start()
+    keep.close()
+    assert keep.stats().dropped == 1, "what couldn't be stored is counted"
+
+
+def test_close_beside_a_restore_in_another_thread(dense: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The map must not go while somebody reads from it."""
+    from kvkeep.cache import restore
+
+    llm = load(dense)
+    with attach(llm, root, break_even=False):
+        first_logits(llm, PROMPT)
+    begun, go_on = threading.Event(), threading.Event()
+    real = restore._block
+
+    def slow(*args: object) -> object:
+        begun.set()
+        assert go_on.wait(60)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(restore, "_block", slow)
+    keep = attach(llm, root, break_even=False)
+    llm.reset()
+    asking = threading.Thread(target=lambda: first_logits(llm, PROMPT))
+    asking.start()
+    assert begun.wait(60)
+    closing = threading.Thread(target=keep.close)
+    closing.start()
+    go_on.set()
+    asking.join()
+    closing.join()
+    assert keep.stats().errors == {}
+
+
+def test_two_processes_with_different_budgets(dense: str, root: Path) -> None:
+    """The one with the smaller budget goes on when the other has grown the map beyond its own."""
+    llm = load(dense)
+    with attach(llm, root, break_even=False, capacity_bytes=16 << 20) as keep:
+        first_logits(llm, PROMPT)
+        keep.flush()
+        child = run_child(["-c", LARGER_BUDGET, dense, str(root)])
+        assert child.returncode == 0, child.stderr
+        first_logits(llm, [5, 6, 7])
+        first_logits(llm, PROMPT)
+        keep.flush()
+        assert keep.last is not None
+        assert keep.last.source is Source.DISK
+        assert keep.stats().errors == {}
+
+
+LARGER_BUDGET = """
+import sys, llamas
+from kvkeep.cache import attach
+llm = llamas.load(sys.argv[1])
+with attach(llm, sys.argv[2], break_even=False, capacity_bytes=256 << 20) as keep:
+    for seed in range(30):
+        llamas.first_logits(llm, llamas.random_tokens(900, seed=seed + 1))
+        keep.flush()
+    assert keep._session.repository.blobs.used_bytes > 16 << 20
+    assert not keep.stats().errors
+"""
+
+
+def test_a_state_that_can_never_fit_is_not_copied_again_and_again(
+    hybrid: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvkeep.cache.adapters.context import LiveContext
+    from kvkeep.cache.prefix_cache import PrefixCache
+
+    copies = []
+    real = LiveContext.copy_state
+
+    def counted(self: LiveContext) -> object:
+        copies.append(1)
+        return real(self)
+
+    monkeypatch.setattr(LiveContext, "copy_state", counted)
+    monkeypatch.setattr(PrefixCache, "largest_bytes", 1000)
+    llm = load(hybrid)
+    with attach(llm, root, break_even=False) as keep:
+        for _ in range(3):
+            first_logits(llm, PROMPT)
+            keep.flush()
+        assert copies == []
+        assert keep.stats().dropped >= 1
+        assert keep.stats().errors == {}
+
+
+def test_every_position_of_a_hybrid_that_was_kept_is_stored(hybrid: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later state doesn't make an earlier one superfluous where each holds for one position only."""
+    from kvkeep.cache.writer import Writer
+
+    llm = load(hybrid)
+    keep = attach(llm, root, break_even=False)
+    cache = keep._session.cache
+    assert cache is not None
+    monkeypatch.setattr(Writer, "_is_ready", lambda self, at_end: False)  # nothing is stored yet
+    first_logits(llm, PROMPT)
+    first_logits(llm, [*PROMPT, 5, 6, 7])
+    monkeypatch.undo()
+    keep.close()
+    llm = load(hybrid)
+    with attach(llm, root, break_even=False) as keep:
+        assert keep._session.cache is not None
+        assert keep._session.cache.match([*PROMPT, 9]).length == len(PROMPT)
+        assert keep._session.cache.match([*PROMPT, 5, 6, 7]).length == len(PROMPT) + 3

@@ -267,6 +267,8 @@ def test_a_folder_that_cannot_be_written(dense: str, tmp_path: Path) -> None:
         ({"capacity_bytes": "4 GiB"}, "4 GiB"),
         ({"capacity_bytes": True}, "True"),
         ({"capacity_bytes": 1e9}, "1000000000.0"),
+        ({"capacity_bytes": 1 << 50}, str(1 << 50)),
+        ({"capacity_bytes": 1 << 64}, str(1 << 64)),
         ({"break_even": "yes"}, "yes"),
         ({"identity": 7}, "7"),
         ({"path": 7}, "7"),
@@ -299,3 +301,20 @@ def test_an_embedding_model_without_memory_is_left_alone(dense: str, root: Path,
     with attach(llm, root) as keep:
         assert keep.path is None
     assert not os.path.exists(root)
+
+
+def test_whatever_a_file_system_does_attach_raises_nothing(
+    dense: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvkeep.cache import fingerprint
+
+    def broken(*args: Any) -> Any:
+        raise OverflowError("Python int too large to convert to SQLite INTEGER")
+
+    monkeypatch.setattr(fingerprint.FileStamp, "of", broken)
+    llm = load(dense)
+    with attach(llm, root, break_even=False) as keep:
+        np.testing.assert_array_equal(first_logits(llm, PROMPT), first_logits(load(dense), PROMPT))
+        assert keep.last is not None
+        assert keep.last.reason is Reason.UNAVAILABLE
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1

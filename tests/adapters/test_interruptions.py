@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from llama_cpp._internals import LlamaBatch
 from llamas import first_logits, forget, generate, load, logits, n_decoded, random_tokens
+from restart import run_child
 
 from kvkeep.cache import Attached, Source, attach
 
@@ -286,3 +287,83 @@ def test_a_secret_of_one_chat_never_shows_in_the_next(kind: str, root: Path, req
         for prompt in (PROMPT[:100], OTHER, PROMPT + OTHER[:50]):
             found = first_logits(llm, prompt)
             np.testing.assert_allclose(found, cold_logits(model, prompt, swa_full=False), atol=2e-2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("batches", [4, 5])
+def test_the_same_prompt_again_after_a_stop(
+    llm: Any, keep: Attached, dense: str, monkeypatch: pytest.MonkeyPatch, batches: int, late: bool
+) -> None:
+    """Stopped in the last batch of the prompt, or in the decode of the first answer token: its logits are those of no token.
+
+    "Regenerate" then finds a context that looks complete.
+    """
+    stop_in_decode(llm, monkeypatch, batches, KeyboardInterrupt, late=late)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm, PROMPT, 3)
+    assert_right(llm, dense, PROMPT)
+    keep.flush()
+    forget(llm)
+    assert_right(llm, dense, PROMPT, OTHER)
+
+
+def test_an_image_chat_beside_a_suspended_stream(llm: Any, keep: Attached, dense: str) -> None:
+    """The person pressed stop, and the application still holds the stream."""
+    held = llm.generate(PROMPT, temp=0.0)
+    next(held)
+    image = random_tokens(30, seed=5)
+    control = load(dense, n_batch=32)
+    first_logits(control, PROMPT)
+    np.testing.assert_allclose(image_chat(llm, image), image_chat(control, image), atol=2e-3)
+    held.close()
+    assert_right(llm, dense, PROMPT)
+
+
+def test_what_a_suspended_stream_has_decoded_outlives_a_reset(llm: Any, keep: Attached) -> None:
+    held = llm.generate(PROMPT, temp=0.0)
+    tokens = [next(held), next(held)]
+    llm.reset()
+    assert stored_length(keep, PROMPT + tokens) == len(PROMPT) + 1
+    held.close()
+
+
+def test_a_context_that_held_an_image_before_attaching(dense: str, root: Path) -> None:
+    llm = load(dense, n_batch=32)
+    first_logits(llm, PROMPT)
+    image_chat(llm, random_tokens(30, seed=5))
+    with attach(llm, root, break_even=False):
+        assert_right(llm, dense, PROMPT[:100], PROMPT)
+
+
+def test_an_interrupt_of_a_restore_waits_for_its_threads(dense: str, root: Path) -> None:
+    """Threads that still read from the map when it is unmapped would end the process."""
+    child = run_child(["-c", INTERRUPTED_RESTORE, dense, str(root)])
+    assert (child.returncode, child.stdout.strip()) == (0, "interrupted, 0 tokens live"), child.stderr[-2000:]
+
+
+INTERRUPTED_RESTORE = """
+import signal, sys, threading, llamas
+from kvkeep.cache import attach, restore
+model, root = sys.argv[1:]
+prompt = llamas.random_tokens(600)
+llm = llamas.load(model)
+with attach(llm, root, break_even=False):
+    llamas.first_logits(llm, prompt)
+llm = llamas.load(model)
+block, begun, go_on = restore._block, threading.Event(), threading.Event()
+def slow(*args):
+    begun.set()
+    assert go_on.wait(60)
+    return block(*args)
+def interrupt():
+    begun.wait(60)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+    threading.Timer(1.0, go_on.set).start()
+restore._block = lambda value, node, layout: block(value, node, layout) if node.start == 0 else slow(value, node, layout)
+threading.Thread(target=interrupt).start()
+try:
+    with attach(llm, root, break_even=False):
+        llamas.first_logits(llm, prompt)
+except KeyboardInterrupt:
+    print("interrupted,", llm.n_tokens, "tokens live")
+"""

@@ -213,3 +213,50 @@ def test_a_cache_without_its_model_says_so(dense: str, root: Path) -> None:
     gc.collect()
     with pytest.raises(ValueError, match="gone"):
         cache[PROMPT]
+
+
+def test_a_state_of_another_model_is_never_kept(dense: str, other_dense: str, root: Path) -> None:
+    """Same shapes, other weights: llama.cpp takes it, and nobody may save it under this model's name."""
+    first, cache = with_cache(dense, root)
+    complete(first, PROMPT)
+    cache.flush()
+    item = cache[PROMPT]
+    second, other_cache = with_cache(other_dense, root)
+    second.load_state(item)
+    complete(second, [*PROMPT, 5])
+    other_cache.close()
+    cache.close()
+    again = load(other_dense)
+    with attach(again, root, break_even=False):
+        np.testing.assert_allclose(first_logits(again, PROMPT), first_logits(load(other_dense), PROMPT), atol=2e-3)
+
+
+@pytest.mark.parametrize("end", ["close", "detach"])
+def test_a_closed_cache_does_nothing_any_more(dense: str, root: Path, end: str) -> None:
+    llm, cache = with_cache(dense, root)
+    complete(llm, PROMPT)
+    cache.flush()
+    getattr(cache, end)()
+    assert llm.cache is None
+    llm.set_cache(cache)
+    assert PROMPT not in cache
+    with pytest.raises(KeyError, match="closed"):
+        cache[PROMPT]
+    assert complete(llm, [*PROMPT, 5, 6])[1] == 2 + 3, "the live context is left alone"
+    cache.close()
+
+
+def test_by_hand_a_memory_that_cannot_be_cut_is_a_key_error(window: str, root: Path) -> None:
+    """Its state is kept in the sequence form, which load_state would take for a whole one."""
+    llm, cache = with_cache(window, root)
+    stream = llm.generate(PROMPT, temp=0.0)
+    next(stream)
+    stream.close()
+    cache.flush()
+    llm.reset()
+    item = cache[[*PROMPT, 5]]
+    target = load(window)
+    with pytest.raises(KeyError, match="sequence form"):
+        target.load_state(item)
+    assert target.n_tokens == 0
+    cache.close()

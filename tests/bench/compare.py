@@ -1,4 +1,4 @@
-"""kvkeep beside what llama-cpp-python brings along: one chat, then a restart.
+"""kvkeep beside what llama-cpp-python brings along: one chat, a restart, another chat, and the first one again.
 
 Every way runs in processes and a folder of its own, several times in turn; times are compared within one round.
 """
@@ -19,13 +19,14 @@ from llama_cpp.llama_cache import LlamaDiskCache, LlamaRAMCache
 
 from kvkeep.cache import PersistentLlamaCache, attach
 
-_SYSTEM_TOKENS = 1000
-_TURNS = 5
 _ANSWER_TOKENS = 24
 _BASE = "no cache"
-# Columns of the Markdown table, in this order: times as multiples of those without a cache, then plain numbers.
-_TIMES = {"turns 2 to 5, first token": "first", "turns 2 to 5, in all": "total"}
-_RESTART_TIMES = {"after a restart, first token": "first", "after a restart, in all": "total"}
+# What people do, and which of its times are shown. The first turn is cold for everybody.
+_PARTS = {
+    "chat": ("turns after the first", ("first token", "in all")),
+    "restart": ("next turn after a restart", ("first token", "in all")),
+    "back": ("next turn after another chat", ("first token",)),
+}
 
 
 def measure(run: Run) -> list[Figure]:
@@ -40,48 +41,50 @@ def measure(run: Run) -> list[Figure]:
 
 
 def _one(run: Run, number: int, way: str) -> dict[str, Any]:
-    """The chat, then in a new process one turn more."""
+    """A chat; in a new process one turn more; in a third one another chat; in a fourth the first chat again."""
     folder = run.folder / f"{number}-{way.replace(' ', '-')}"
+    system, turns = (200, 2) if run.quick else (1000, 5)
+
+    def talk(messages: list[texts.Message], first: int, turns: int) -> dict[str, Any]:
+        given = {"way": way, "folder": str(folder), "system": system, "messages": messages}
+        return children.run(__file__, "talk", **given, first=first, turns=turns)
+
     run.say(f"round {number + 1}: {way}")
-    chat = children.run(__file__, "talk", way=way, folder=str(folder), messages=[], first=0, turns=_TURNS)
-    n_bytes = disk_bytes(folder) if folder.is_dir() else 0
-    restart = children.run(__file__, "talk", way=way, folder=str(folder), messages=chat["messages"], first=_TURNS, turns=1)
+    chat = talk([], 0, turns)
+    restart = talk(chat["messages"], turns, 1)
+    talk([], turns + 1, 1)
+    back = talk(restart["messages"], turns + 2, 1)
     return {
-        "messages": restart["messages"],
-        "turns": chat["turns"][1:],
+        "chat": chat["turns"][1:],
         "restart": restart["turns"],
+        "back": back["turns"],
+        "messages": back["messages"],
         "opening": restart["opening"],
-        "reused": restart["reused"],
-        "bytes": n_bytes,
+        "bytes": disk_bytes(folder) if folder.is_dir() else 0,
     }
 
 
 def _figures(rounds: list[dict[str, Any]], way: str) -> list[Figure]:
-    figures = [_time(rounds, way, "turns", column, key) for column, key in _TIMES.items()]
-    figures += [_time(rounds, way, "restart", column, key) for column, key in _RESTART_TIMES.items()]
+    figures = [_time(rounds, way, part, what) for part, (_, times) in _PARTS.items() for what in times]
     last = rounds[-1][way]
-    figures.append(Figure(f"{way}: tokens decoded, turns 2 to 5", sum(t["decoded"] for t in last["turns"]), "tokens"))
-    opening = statistics.median(r[way]["opening"] for r in rounds)
-    figures.append(
-        Figure(
-            f"{way}: tokens decoded, after a restart",
-            last["restart"][0]["decoded"],
-            "tokens",
-            detail=f"{last['reused']}; making the cache took {1e3 * opening:.0f} ms" if last["reused"] else "",
+    opening = f"making the cache took {1e3 * statistics.median(row[way]['opening'] for row in rounds):.0f} ms"
+    for part, (label, _) in _PARTS.items():
+        decoded = sum(turn["decoded"] for turn in last[part])
+        reused = last[part][-1]["reused"]
+        figures.append(
+            Figure(f"{way}: tokens decoded, {label}", decoded, "tokens", detail=f"{reused}; {opening}" if reused else "")
         )
-    )
-    figures.append(Figure(f"{way}: folder", last["bytes"] / 1e6, "MB"))
-    return figures
+    return [*figures, Figure(f"{way}: folder", last["bytes"] / 1e6, "MB")]
 
 
-def _time(rounds: list[dict[str, Any]], way: str, part: str, column: str, key: str) -> Figure:
+def _time(rounds: list[dict[str, Any]], way: str, part: str, what: str) -> Figure:
     def median(row: dict[str, Any]) -> float:
-        return statistics.median(turn[key] for turn in row[part])
+        return float(statistics.median(turn[what] for turn in row[part]))
 
     ratios = [median(row[way]) / median(row[_BASE]) for row in rounds]
     seconds = statistics.median(median(row[way]) for row in rounds)
-    detail = f"{1e3 * seconds:.0f} ms; ratios of {len(ratios)} rounds: {', '.join(f'{ratio:.2f}' for ratio in ratios)}"
-    return Figure(f"{way}: {column}", statistics.median(ratios), "x", detail=detail)
+    detail = f"{1e3 * seconds:.0f} ms; in each round: {', '.join(f'{ratio:.2f}' for ratio in ratios)}"
+    return Figure(f"{way}: {_PARTS[part][0]}, {what}", statistics.median(ratios), "x", detail=detail)
 
 
 def markdown(figures: list[Figure]) -> str:
@@ -121,38 +124,38 @@ _WAYS: dict[str, Callable[[Llama, str], Any]] = {
 }
 
 
-def _talk(way: str, folder: str, messages: list[texts.Message], first: int, turns: int) -> dict[str, Any]:
+def _talk(way: str, folder: str, system: int, messages: list[texts.Message], first: int, turns: int) -> dict[str, Any]:
     llm = llamas.load(models.smollm2(), n_ctx=4096, n_batch=512)
     if not messages:
-        messages = [{"role": "system", "content": texts.system_prompt(llm, _SYSTEM_TOKENS)}]
+        messages = [{"role": "system", "content": texts.system_prompt(llm, system)}]
     began = time.perf_counter()
     handle = _WAYS[way](llm, folder)
     opening = time.perf_counter() - began
+    ours = way.startswith("kvkeep")
     rows, before = [], 0
     for number in range(first, first + turns):
         messages.append({"role": "user", "content": texts.question(number)})
-        row, answer = _turn(llm, messages)
+        times, answer = _turn(llm, messages)
         messages.append({"role": "assistant", "content": answer})
         decoded = _decoded(llm)
-        rows.append(row | {"decoded": decoded - before})
+        rows.append(times | {"decoded": decoded - before, "reused": str(handle.last) if ours else ""})
         before = decoded
-    ours = hasattr(handle, "close")
-    reused = str(handle.last) if ours else ""
     if ours:
         handle.close()
-    return {"turns": rows, "messages": messages, "opening": opening, "reused": reused}
+    return {"turns": rows, "messages": messages, "opening": opening}
 
 
-def _turn(llm: Llama, messages: list[texts.Message]) -> tuple[dict[str, float], str]:
+def _turn(llm: Any, messages: list[texts.Message]) -> tuple[dict[str, Any], str]:
     """One answer, streamed as a desktop assistant does."""
-    seconds, answer = 0.0, ""
+    first, answer = 0.0, ""
     began = time.perf_counter()
     for chunk in llm.create_chat_completion(messages=messages, max_tokens=_ANSWER_TOKENS, temperature=0.0, stream=True):
         piece = chunk["choices"][0]["delta"].get("content", "")
         if piece and not answer:
-            seconds = time.perf_counter() - began
+            first = time.perf_counter() - began
         answer += piece
-    return {"first": seconds, "total": time.perf_counter() - began}, answer
+    assert first, "the model said nothing"
+    return {"first token": first, "in all": time.perf_counter() - began}, answer
 
 
 def _decoded(llm: Llama) -> int:

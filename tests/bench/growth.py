@@ -22,13 +22,14 @@ _ANSWER_TOKENS = 24
 
 
 def measure(run: Run) -> list[Figure]:
-    return _questions(run, 6 if run.quick else 30) + _chat(run, 6 if run.quick else 20)
+    return _questions(run, 5 if run.quick else 30) + _chat(run, 6 if run.quick else 20)
 
 
 def _questions(run: Run, count: int) -> list[Figure]:
     """Different questions under one system prompt, each asked in a new process."""
     root = run.folder / "questions"
-    asked, disk, surplus = [], [0], []
+    asked: list[dict[str, Any]] = []
+    disk, surplus = [0], []
     for number in range(count):
         run.say(f"question {number + 1} of {count}, in a new process")
         answer = children.run(__file__, "ask", root=str(root), number=number)
@@ -102,7 +103,7 @@ def _load() -> Llama:
 
 
 def _ask(root: str, number: int) -> dict[str, Any]:
-    llm = _load()
+    llm: Any = _load()
     messages = [
         {"role": "system", "content": texts.system_prompt(llm, _SYSTEM_TOKENS)},
         {"role": "user", "content": texts.question(number)},

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from children import ChildFailed
 from figures import Figure, Run
 from rich.console import Console
 from rich.table import Table
@@ -32,14 +33,21 @@ def main() -> None:
     # The benches share the tests' models and contexts.
     sys.path.append(str(Path(__file__).parent.parent / "support"))
     found: dict[str, list[Figure]] = {}
+    failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="kvkeep-bench-", dir=options.folder) as folder:
         for name in options.names or BENCHES:
-            found[name] = _measure(name, Path(folder), options.quick)
+            try:
+                found[name] = _measure(name, Path(folder), options.quick)
+            except ChildFailed as error:
+                # Minutes of other benches shouldn't be lost for it.
+                failed.append(f"{name}: {error}")
     Console(width=None if sys.stdout.isatty() else 200).print(_table(found))
     if options.markdown and "compare" in found:
         print(importlib.import_module("compare").markdown(found["compare"]))
     if options.json is not None:
         options.json.write_text(json.dumps(_as_json(found, options.quick), indent=2) + "\n")
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvkeep.cache import fingerprint
 from kvkeep.cache.fingerprint import Identification, Ingredients, combine, model_files
-from kvkeep.store.errors import StoreLocked
+from kvkeep.store.errors import NotIdentified, StoreLocked
 from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.repository import Repository
 
@@ -194,23 +195,27 @@ def test_rewrite_of_the_same_size_with_its_old_mtime_is_noticed(repository: Repo
     assert len(hashed) == 2
 
 
-def test_file_that_changes_while_it_is_read_is_read_again(
-    repository: Repository, model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("at_once", [1 << 30, -1])
+def test_file_that_is_replaced_while_it_is_read_identifies_nothing(
+    repository: Repository, model: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
+    """llama.cpp has loaded the old one: its states must not be kept as those of the new one."""
     original = fingerprint.digest_file
-    reads: list[bytes] = []
 
-    def digest_file(path: str, **options: Callable[[int], None]) -> bytes:
-        digest = original(path, **options)
-        reads.append(digest)
-        if len(reads) == 1:
-            model.write_bytes(b"weights that were still being downloaded")
-        return digest
+    def digest_file(path: str, **options: Any) -> bytes:
+        newer = model.with_name("newer.gguf")
+        newer.write_bytes(b"an update of the weights")
+        newer.replace(model)
+        return original(path, **options)
 
-    monkeypatch.setattr(fingerprint, "digest_file", digest_file)
-    found = identified(repository, model)
-    assert found == combine(Ingredients({}, ()), [blake3(model.read_bytes()).digest()])
-    assert len(reads) == 2
+    monkeypatch.setattr(fingerprint, "HASH_AT_ONCE_BYTES", at_once)
+    with monkeypatch.context() as patch:
+        patch.setattr(fingerprint, "digest_file", digest_file)
+        identification, outcome = identify(repository, model)
+        identification.wait()
+    assert outcome.ready == []
+    assert [type(error) for error in outcome.failed] == [NotIdentified]
+    assert identified(repository, model) == combine(Ingredients({}, ()), [blake3(model.read_bytes()).digest()])
 
 
 def test_large_file_is_hashed_behind(repository: Repository, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +251,7 @@ def test_stopped_identification_reports_nothing(repository: Repository, model: P
     monkeypatch.setattr(fingerprint, "HASH_AT_ONCE_BYTES", 0)
     started, stopped = threading.Event(), threading.Event()
 
-    def digest_file(_: str, *, progress: Callable[[int], None]) -> bytes:
+    def digest_file(_: str, *, progress: Callable[[int], None], in_parallel: bool) -> bytes:
         started.set()
         assert stopped.wait(LONG)
         progress(1)

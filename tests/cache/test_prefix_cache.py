@@ -14,7 +14,7 @@ from blake3 import blake3
 from sqlalchemy import text
 from synthetic import ARCH, SMALL, dense_layout, identity, random_tokens, state_of
 
-from kvkeep.cache import budget, prefix_cache
+from kvkeep.cache import budget
 from kvkeep.cache import save as save_module
 from kvkeep.cache.layout import Bytes, Form, Layout, MemoryKind, blank
 from kvkeep.cache.match import Reason, Source
@@ -680,7 +680,7 @@ def short(parent: bytes, tokens: Any) -> PrefixHash:
 @pytest.fixture
 def colliding(monkeypatch: pytest.MonkeyPatch, repository: Repository) -> PrefixCache:
     """A cache whose prefix hashes have 8 bits."""
-    for module in (hashing, verify, save_module, prefix_cache):
+    for module in (hashing, verify, save_module):
         monkeypatch.setattr(module, "extend", short)
     return PrefixCache(repository, identity(), block_tokens=4)
 

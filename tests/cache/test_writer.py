@@ -159,14 +159,14 @@ def test_running_job_is_not_replaced(desk: Desk) -> None:
 def test_flush_works_off_the_queue_in_the_callers_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     # A thread at idle priority beside a busy generation: it is there, and never gets its turn.
     go = threading.Event()
-    original = Writer._next
+    original = Writer._step
 
-    def starved(self: Writer, *args: Any) -> Job | None:
+    def starved(self: Writer, *args: Any) -> bool:
         if threading.current_thread().name == "kvkeep-writer":
             assert go.wait(LONG)
         return original(self, *args)
 
-    monkeypatch.setattr(Writer, "_next", starved)
+    monkeypatch.setattr(Writer, "_step", starved)
     desk = Desk()
     for name in "abc":
         desk.submit(name)
@@ -322,3 +322,61 @@ def test_what_waits_is_stored_at_the_end_of_the_interpreter(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", AT_EXIT, str(path)], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("", "")
     assert path.read_text().split() == [str(number) for number in range(50)]
+
+
+def test_interrupted_flush_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    raised = []
+
+    def interrupted() -> None:
+        if not raised:
+            raised.append(1)
+            raise KeyboardInterrupt
+        done.append("a")
+
+    failures: list[BaseException] = []
+    writer = Writer(failures.append, lambda: None, held=True)
+    writer.submit(Job(interrupted, np.arange(3, dtype=np.int32), 10))
+    writer.submit(Job(lambda: done.append("b"), np.arange(9, 12, dtype=np.int32), 10))
+    monkeypatch.setattr(writer, "_loop", lambda: None)
+    writer._held = False
+    with pytest.raises(KeyboardInterrupt):
+        writer.flush()
+    assert writer.waiting == 2
+    assert writer.flush()
+    assert done == ["a", "b"]
+    assert failures == []
+    writer.close()
+
+
+def test_large_state_never_drops_a_job_without_a_state() -> None:
+    done: list[str] = []
+    dropped: list[int] = []
+    writer = Writer(lambda error: None, lambda: dropped.append(1), max_waiting_bytes=100, held=True)
+    writer.submit(Job(lambda: done.append("quarantine"), np.empty(0, np.int32), 0))
+    writer.submit(Job(lambda: done.append("old"), np.arange(5, dtype=np.int32), 90))
+    writer.submit(Job(lambda: done.append("large"), np.arange(9, 14, dtype=np.int32), 500))
+    writer.close()
+    assert done == ["quarantine", "large"]
+    assert dropped == [1]
+
+
+def test_held_writer_does_nothing_until_it_is_let_go() -> None:
+    done: list[str] = []
+    writer = Writer(lambda error: None, lambda: None, held=True)
+    writer.submit(Job(lambda: done.append("a"), np.arange(3, dtype=np.int32), 10))
+    assert writer.flush(timeout=0.0) is False
+    assert done == []
+    writer.let_go()
+    assert writer.flush()
+    assert done == ["a"]
+    writer.close()
+
+
+def test_state_that_holds_for_one_position_replaces_none() -> None:
+    done: list[str] = []
+    writer = Writer(lambda error: None, lambda: None, held=True)
+    writer.submit(Job(lambda: done.append("at 3"), np.arange(3, dtype=np.int32), 10, replaces=False))
+    writer.submit(Job(lambda: done.append("at 5"), np.arange(5, dtype=np.int32), 10, replaces=False))
+    writer.close()
+    assert done == ["at 3", "at 5"]
