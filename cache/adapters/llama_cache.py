@@ -99,7 +99,7 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
     def __contains__(self, key: Sequence[int]) -> bool:
         """Whether at least one token of the key's beginning is stored. False once the cache is closed."""
         cache = self._session.cache
-        return cache is not None and self._stored(cache, list(key)) is not None
+        return self._wrapping.active and cache is not None and self._stored(cache, list(key)) is not None
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
         """Keep the model's context, if it is what `value` says it is.
