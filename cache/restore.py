@@ -1,9 +1,10 @@
 """From stored blobs to a state that llama.cpp takes: verify, decode, assemble."""
 
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple, TypeVar
@@ -149,27 +150,59 @@ def _attempt(work: Callable[[], T]) -> T | Exception:
 def _all(count: int, work: Callable[[int], object]) -> dict[int, Exception]:
     """`work(0)` to `work(count - 1)` in several threads; the indices of damaged data, with the reasons.
 
-    Waits for all of them, whatever happens: the map is only ours until the snapshot ends.
+    Whatever happens, none of them runs any more at the end: the map is only ours until the snapshot ends, and a thread
+    that reads from a map that is gone ends the process.
     """
-    outcomes: list[Future[object]] = []
+    crew = _Crew()
+    results: dict[int, object] = {}
+
+    def one(index: int) -> None:
+        with crew.member() as wanted:
+            if wanted:
+                results[index] = _attempt(partial(work, index))
+
     try:
-        for index in range(count):
-            outcomes.append(_pool().submit(_attempt, partial(work, index)))
-        wait(outcomes)
-    except BaseException:
-        # An interrupt: threads that go on reading from a map that is gone end the process.
-        _abandon(outcomes)
-        raise
-    results = [outcome.result() for outcome in outcomes]
-    return {index: result for index, result in enumerate(results) if isinstance(result, Exception)}
+        for outcome in [_pool().submit(one, index) for index in range(count)]:
+            outcome.result()
+    finally:
+        crew.dismiss()
+    return {index: result for index, result in sorted(results.items()) if isinstance(result, Exception)}
 
 
-def _abandon(outcomes: Sequence[Future[object]]) -> None:
-    for outcome in outcomes:
-        outcome.cancel()
-    while not all(outcome.done() for outcome in outcomes):
-        with suppress(BaseException):
-            wait(outcomes)
+class _Crew:
+    """Counts who is at work. Not the futures: an interrupt in the middle of `submit` would lose one."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._at_work = 0
+        self._dismissed = False
+
+    @contextmanager
+    def member(self) -> Iterator[bool]:
+        """Around each piece of work; False if it isn't wanted any more."""
+        with self._changed:
+            self._at_work += 1
+            wanted = not self._dismissed
+        try:
+            yield wanted
+        finally:
+            with self._changed:
+                self._at_work -= 1
+                self._changed.notify_all()
+
+    def dismiss(self) -> None:
+        """Let nobody begin any more, and wait for those who are at work, however often Ctrl-C is pressed."""
+        interrupt: BaseException | None = None
+        self._dismissed = True
+        while True:
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._at_work == 0)
+                break
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
 
 class _Block(NamedTuple):

@@ -67,7 +67,7 @@ _SETTINGS = {
 
 def measure(run: Run) -> list[Figure]:
     run.say("the writer resting, working idly, working at ordinary priority")
-    quiet = children.run(__file__, "behind", folder=str(run.folder / "quiet"), setting="quiet", rounds=1 if run.quick else 10)
+    quiet = children.run(__file__, "behind", folder=str(run.folder / "quiet"), setting="quiet", rounds=2 if run.quick else 12)
     run.say("the same on a busy machine")
     busy = children.run(__file__, "behind", folder=str(run.folder / "busy"), setting="busy", rounds=2 if run.quick else 12)
     return [

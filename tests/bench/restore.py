@@ -37,7 +37,7 @@ def measure(run: Run) -> list[Figure]:
     stored = children.run(__file__, "store", folder=folder)
     ours: list[Steps] = []
     plain: list[Steps] = []
-    for i in range(6 if run.quick else 16):
+    for i in range(5 if run.quick else 16):
         run.say(f"new process {i + 1}, one restore of each kind")
         # The first pair only warms the page cache.
         pair = children.run(__file__, "ours", folder=folder), children.run(__file__, "plain", folder=folder)

@@ -68,7 +68,9 @@ def _measure(name: str, folder: Path, quick: bool) -> list[Figure]:
     began = time.monotonic()
     run = Run(quick, own, lambda text: console.log(f"{name}: {text}"))
     found: list[Figure] = importlib.import_module(name).measure(run)
-    console.log(f"{name}: done in {time.monotonic() - began:.0f} s")
+    # Other programs on the machine are the commonest reason for an odd figure.
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
+    console.log(f"{name}: done in {time.monotonic() - began:.0f} s, load average {load:.1f} on {os.cpu_count()} cores")
     return found
 
 
