@@ -125,7 +125,7 @@ _WAYS: dict[str, Callable[[Llama, str], Any]] = {
 
 
 def _talk(way: str, folder: str, system: int, messages: list[texts.Message], first: int, turns: int) -> dict[str, Any]:
-    llm = llamas.load(models.smollm2(), n_ctx=4096, n_batch=512)
+    llm = llamas.load_with_usual_threads(models.smollm2(), n_ctx=4096, n_batch=512)
     if not messages:
         messages = [{"role": "system", "content": texts.system_prompt(llm, system)}]
     began = time.perf_counter()

@@ -99,7 +99,7 @@ def _chat(run: Run, turns: int) -> list[Figure]:
 
 
 def _load() -> Llama:
-    return llamas.load(models.smollm2(), n_ctx=4096, n_batch=512)
+    return llamas.load_with_usual_threads(models.smollm2(), n_ctx=4096, n_batch=512)
 
 
 def _ask(root: str, number: int) -> dict[str, Any]:

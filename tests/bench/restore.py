@@ -75,7 +75,7 @@ def _totals(rows: list[Steps]) -> list[float]:
 
 
 def _load() -> Llama:
-    return llamas.load(models.smollm2(), n_ctx=4096, n_batch=512)
+    return llamas.load_with_usual_threads(models.smollm2(), n_ctx=4096, n_batch=512)
 
 
 def _store(folder: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def measure(run: Run) -> list[Figure]:
 
 
 def _save(folder: str, rounds: int) -> dict[str, Any]:
-    llm = llamas.load(models.smollm2(), n_ctx=4096, n_batch=512)
+    llm = llamas.load_with_usual_threads(models.smollm2(), n_ctx=4096, n_batch=512)
     base = texts.long_tokens(llm, N_TOKENS - _NEW_TOKENS)
     times: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in ("ours", "copy")}
     with attach(llm, Path(folder) / "root") as keep:

@@ -80,6 +80,11 @@ def forget(llm: Llama) -> None:
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm.ctx), True)
 
 
+def load_with_usual_threads(path: str, **options: Any) -> Llama:
+    """The same with as many threads as `Llama` takes by itself: for models of a real size."""
+    return load(path, n_threads=None, n_threads_batch=None, **options)
+
+
 def n_decoded(llm: Llama) -> int:
     """Tokens handed to `llama_decode` since `load`.
 
