@@ -14,7 +14,9 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
+from typing import SupportsIndex
 
 from sqlalchemy import Connection
 
@@ -332,16 +334,21 @@ def _make_private(path: Path) -> None:
         raise NotARoot(f"{path} can't be read and written by this user")
 
 
-def valid_capacity(capacity_bytes: int) -> int:
+def valid_capacity(capacity_bytes: SupportsIndex) -> int:
     """A byte budget that makes sense.
 
     Raises:
-        UsageError: no whole number, or too small.
+        UsageError: no whole number, too small, or too large.
     """
-    if isinstance(capacity_bytes, bool) or not isinstance(capacity_bytes, int):
-        raise UsageError(f"capacity_bytes is a whole number of bytes, not {capacity_bytes!r}")
-    if capacity_bytes > MAX_CAPACITY:
-        raise UsageError(f"capacity_bytes is {capacity_bytes}; at most {MAX_CAPACITY} (8 TiB) are possible")
-    if capacity_bytes < MIN_CAPACITY:
-        raise UsageError(f"capacity_bytes is {capacity_bytes}; at least {MIN_CAPACITY} (16 MiB) are needed")
-    return capacity_bytes
+    try:
+        # numpy's integers too; SQLite takes only Python's own.
+        value = capacity_bytes if isinstance(capacity_bytes, int) else index(capacity_bytes)
+    except TypeError as error:
+        raise UsageError(f"capacity_bytes is a whole number of bytes, not {capacity_bytes!r}") from error
+    if isinstance(value, bool):
+        raise UsageError(f"capacity_bytes is a whole number of bytes, not {value!r}")
+    if value > MAX_CAPACITY:
+        raise UsageError(f"capacity_bytes is {value}; at most {MAX_CAPACITY} (8 TiB) are possible")
+    if value < MIN_CAPACITY:
+        raise UsageError(f"capacity_bytes is {value}; at least {MIN_CAPACITY} (16 MiB) are needed")
+    return value

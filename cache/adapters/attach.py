@@ -4,6 +4,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Generator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -78,7 +79,10 @@ class Attachment:
         except BaseException:
             self._wrapping.undo()
             raise
-        self._timings = Wrapping(llm._ctx, {"reset_timings": self._reset_timings})
+        moves = ("kv_cache_seq_cp", "kv_cache_seq_keep", "kv_cache_seq_shift")
+        self._context = Wrapping(
+            llm._ctx, {"reset_timings": self._reset_timings} | {name: partial(self._move, name) for name in moves}
+        )
         self._signature = inspect.signature(type(llm).generate)
         self._turn = 0
         self._inside = False
@@ -108,7 +112,7 @@ class Attachment:
     def detach(self) -> None:
         """Leave the model as it was before. What waits is still stored."""
         self._wrapping.undo()
-        self._timings.undo()
+        self._context.undo()
 
     def close(self) -> None:
         """Flush, detach, and give the folder back. Safe to call twice."""
@@ -129,12 +133,18 @@ class Attachment:
         self._session.settle(llm, prompt, handed_over=self._handed_over)
 
     def _generate(self, llm: Any, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
-        prompt = list(tokens)
-        bound = self._signature.bind(llm, prompt, *args, **kwargs)
+        # Bound here and not in the generator, so that a wrong argument is an error of the call, as it is in Llama's own.
+        bound = self._signature.bind(llm, tokens, *args, **kwargs)
         bound.apply_defaults()
+        return self._generated(llm, tokens, bound.arguments["reset"], args, kwargs)
+
+    def _generated(
+        self, llm: Any, tokens: Sequence[int], reset: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Generator[int, Any, None]:
+        prompt = list(tokens)
         self._turn += 1
         turn = self._turn
-        if bound.arguments["reset"] and prompt:
+        if reset and prompt:
             self._settle(llm, prompt)
         else:
             self._session.last = Match(length=0, prompt_tokens=len(prompt), reason=Reason.NO_RESET)
@@ -185,7 +195,12 @@ class Attachment:
     def _reset_timings(self, context: Any) -> None:
         # With verbose=True, the default, Llama does this before each prompt.
         with self._session.resetting_timings():
-            self._timings.original(context, "reset_timings")()
+            self._context.original(context, "reset_timings")()
+
+    def _move(self, name: str, context: Any, *args: Any, **kwargs: Any) -> None:
+        # A context shift by hand: the positions hold other tokens than those that were decoded there.
+        self._session.was_reset()
+        self._context.original(context, name)(*args, **kwargs)
 
     def _load_state(self, llm: Any, state: Any) -> None:
         with self._session.loading(llm, proven=False):

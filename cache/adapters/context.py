@@ -99,7 +99,9 @@ class LiveContext:
         Recurrent parts hold for their own position only. A window must still be there below the cut: llama.cpp cuts a
         window model anywhere, says yes, and goes on from a hole (logit error 6.6).
         """
-        if self.kind is MemoryKind.ATTENTION or length == self.pos_max() + 1:
+        if self.kind is MemoryKind.ATTENTION:
+            return self.can_go_on_from(length)
+        if length == self.pos_max() + 1:
             return True
         return self.kind is MemoryKind.WINDOW and self.can_go_on_from(length)
 

@@ -7,6 +7,7 @@
 No error passes this border: it is logged once, counted, and becomes a miss.
 """
 
+import os
 import threading
 import time
 import weakref
@@ -52,6 +53,7 @@ class Session:
 
     def __init__(self, llm: Any, path: Path, capacity_bytes: int, break_even: bool, extra: str) -> None:
         self._llm = weakref.ref(llm)
+        self._pid = os.getpid()
         self._use_break_even = break_even
         self.reporter = Reporter()
         self.rates = BreakEven()
@@ -122,6 +124,8 @@ class Session:
             handed_over: the caller has decoded the context by itself and now asks for a completion of it, as chat
                 handlers for images do; then the prompt shows stale numbers where the images are.
         """
+        if not self._is_usable(llm):
+            return Match(length=0, prompt_tokens=len(prompt), reason=Reason.UNAVAILABLE, detail="the model is closed")
         with self._lock:
             try:
                 match = self._settle(llm, np.asarray(prompt, np.int32), handed_over)
@@ -260,6 +264,8 @@ class Session:
 
     def keep(self, llm: Any) -> None:
         """Save the context's state, if it is known to be right and isn't stored yet. Costs the caller one copy."""
+        if not self._is_usable(llm):
+            return
         with self._lock, self.reporter.border("saving"):
             self._keep(llm)
 
@@ -312,17 +318,23 @@ class Session:
             self._kept = NO_TOKENS
         self.reporter.error("storing a state", error)
 
+    def _is_usable(self, llm: Any) -> bool:
+        """Whether the model is still open, and this is the process that opened it."""
+        return self._pid == os.getpid() and llm._ctx.ctx is not None
+
     # -- the end --------------------------------------------------------------------------------------------------
 
     def flush(self, timeout: float | None = None) -> bool:
         """Save what the context holds, and return when everything is stored. False if `timeout` wasn't enough."""
+        if self._pid != os.getpid():
+            return False
         began = time.monotonic()
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
             # Another thread is in the middle of a prompt.
             return False
         try:
             llm = self._llm()
-            if llm is not None and llm._ctx.ctx is not None:
+            if llm is not None:
                 self.keep(llm)
         finally:
             self._lock.release()
@@ -333,6 +345,9 @@ class Session:
 
     def close(self) -> None:
         """Flush, and give the store back. Safe to call twice, and beside a prompt in another thread."""
+        if self._pid != os.getpid():
+            # A forked child has the parent's locks as they were, and none of its threads: it would wait forever.
+            return
         if self._identification is not None:
             # Nothing can be stored before the model is known; a file of tens of gigabytes isn't waited for.
             self._identification.wait(IDENTIFY_SECONDS)

@@ -16,7 +16,7 @@ from llamas import first_logits, generate, load, n_decoded, random_tokens
 from restart import run_child
 
 from kvkeep.cache import Match, PersistentLlamaCache, Reason, Source, attach
-from kvkeep.store.errors import UsageError
+from kvkeep.store.errors import StoreClosed, UsageError
 
 PROMPT = random_tokens(200)
 
@@ -487,3 +487,42 @@ def test_every_position_of_a_hybrid_that_was_kept_is_stored(hybrid: str, root: P
         assert keep._session.cache is not None
         assert keep._session.cache.match([*PROMPT, 9]).length == len(PROMPT)
         assert keep._session.cache.match([*PROMPT, 5, 6, 7]).length == len(PROMPT) + 3
+
+
+def test_a_forked_child_ends_without_waiting(dense: str, root: Path) -> None:
+    """It has the parent's locks as they were, and none of its threads. What it holds is not stored."""
+    child = run_child(["-c", FORKED, dense, str(root)])
+    assert (child.returncode, child.stdout.split()) == (0, ["0"] * 8), child.stderr[-2000:]
+
+
+FORKED = """
+import os, sys, warnings, llamas
+from kvkeep.cache import attach
+warnings.simplefilter("ignore")
+llm = llamas.load(sys.argv[1])
+keep = attach(llm, sys.argv[2], break_even=False)
+for seed in range(8):
+    llamas.first_logits(llm, llamas.random_tokens(300, seed=seed))
+    child = os.fork()
+    if child == 0:
+        sys.exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+def test_a_wrong_argument_of_generate_is_an_error_of_the_call(dense: str, root: Path) -> None:
+    llm = load(dense)
+    with attach(llm, root), pytest.raises(TypeError, match="bogus"):
+        llm.generate(PROMPT, bogus=1)
+
+
+def test_a_closed_model_says_so_once(dense: str, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    llm = load(dense)
+    keep = attach(llm, root, break_even=False)
+    first_logits(llm, PROMPT)
+    llm.close()
+    stream = llm.generate(PROMPT)
+    with pytest.raises(StoreClosed, match="the model is closed"):
+        next(stream)
+    keep.close()
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []

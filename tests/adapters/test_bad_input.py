@@ -273,6 +273,7 @@ def test_a_folder_that_cannot_be_written(dense: str, tmp_path: Path) -> None:
         ({"identity": 7}, "7"),
         ({"path": 7}, "7"),
         ({"path": ""}, "''"),
+        ({"path": "~nobody-of-this-name/cache"}, "~nobody-of-this-name/cache"),
     ],
 )
 def test_a_wrong_argument_is_named(dense: str, tmp_path: Path, arguments: dict[str, Any], said: str) -> None:

@@ -250,6 +250,25 @@ def test_a_shifted_context_is_not_saved(llm: Any, keep: Attached, dense: str) ->
     assert stored_length(keep, shifted) == 10
 
 
+def test_a_shift_of_which_input_ids_know_nothing_is_not_saved(llm: Any, keep: Attached, dense: str) -> None:
+    llm.eval(PROMPT)
+    llm._ctx.kv_cache_seq_rm(-1, 16, 66)
+    llm._ctx.kv_cache_seq_shift(0, 66, -1, -50)
+    llm.n_tokens = 100
+    llm.eval([5, 6, 7])
+    assert stored_length(keep, [*PROMPT[:100], 5, 6, 7]) == 0
+    assert_right(llm, dense, OTHER, [*PROMPT[:100], 5, 6, 7])
+
+
+def test_a_hole_at_the_beginning_is_not_gone_on_from(llm: Any, keep: Attached, dense: str) -> None:
+    llm.eval(PROMPT)
+    llm._ctx.kv_cache_clear()
+    stream = llm.generate([5, 6, 7], temp=0.0, reset=False)
+    next(stream)
+    stream.close()
+    assert_right(llm, dense, [*PROMPT, 5, 6, 7, 8])
+
+
 def test_an_emptied_memory_is_noticed(llm: Any, keep: Attached, dense: str) -> None:
     first_logits(llm, PROMPT)
     llm._ctx.kv_cache_clear()
