@@ -58,6 +58,7 @@ class _Setting:
     prompt: int
 
 
+_BUSY = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 _CORES = os.cpu_count() or 1
 _SETTINGS = {
     "quiet": _Setting("all cores to the model", _CORES, 0, 512),
@@ -186,8 +187,8 @@ def _behind(folder: str, setting: str, rounds: int) -> dict[str, Any]:
 
 @contextmanager
 def _others(count: int) -> Iterator[None]:
-    """Programs that keep a core busy each."""
-    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    """Programs that keep a core busy each, and end with us even if we are killed."""
+    started = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
     try:
         yield
     finally:
