@@ -1,7 +1,7 @@
 """The prefix cache of one model: match, save, restore. Knows tokens and states, not where they come from."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,13 +134,16 @@ class PrefixCache:
         self.repository.touch(entry for entry in match.entries if entry not in restored.damaged)
         return restored
 
-    def save(self, tokens: Tokens, state: Bytes, form: Form = Form.SEQUENCE) -> Saved:
+    def save(
+        self, tokens: Tokens, state: Bytes, form: Form = Form.SEQUENCE, *, pause: Callable[[], None] = lambda: None
+    ) -> Saved:
         """Store what of a state isn't stored yet.
 
         Args:
             tokens: what the state was decoded from: position i holds token i.
             state: llama.cpp's bytes, uint8; its cells are exactly the positions 0 to len(tokens) - 1.
             form: the form of the bytes.
+            pause: called now and then; may raise to stop, which leaves a sound first part stored.
 
         Returns:
             What was written.
@@ -155,7 +158,7 @@ class PrefixCache:
                 space = namespaces.add(connection, who.fingerprint, who.label, who.ingredients, self._block_tokens)
             data = token_bytes(tokens)
             borders = self._borders(data, space.block_tokens)
-            return Saver(writing, space, self.identity, borders, data).save(state, form)
+            return Saver(writing, space, self.identity, borders, data, pause).save(state, form)
 
     @property
     def largest_bytes(self) -> int:

@@ -1,21 +1,22 @@
 """Threads that take only what nobody else wants.
 
 ggml's threads spin at barriers, so one more runnable thread costs a generation far more than its share: beside an
-ordinary writer thread prefill fell to 0.35 of its speed and generation to a hundredth; at idle priority both stay
-above 0.9.
+ordinary writer thread prefill fell to half of its speed and generation to a quarter (`make bench ARGS=background`), to a
+hundredth where other programs were busy too; at idle priority both stay above 0.9 on a machine that is otherwise free.
 """
 
 import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 
 def become_idle() -> bool:
-    """Put the calling thread at idle priority, for good. Returns whether the system allows it.
+    """Put the calling thread at idle priority. Returns whether the system allows it.
 
-    For good, because an unprivileged thread may not raise itself again (RLIMIT_NICE is 0 by default): whoever can't
-    wait does the work in its own thread instead, see `Writer.flush`. Linux only: macOS and Windows have no call for
+    Usually for good: an unprivileged process may not raise a thread again (RLIMIT_NICE is 0 by default), so whoever
+    can't wait does the work in its own thread instead, see `Writer.flush`. Linux only: macOS and Windows have no call for
     this that Python can reach without private interfaces.
     """
     if sys.platform != "linux":
@@ -26,6 +27,13 @@ def become_idle() -> bool:
         # A sandbox may forbid it. The writer still works, only less politely.
         return False
     return True
+
+
+def lift(native_id: int) -> None:
+    """Put another thread back at ordinary priority, where the system allows that: root, or an RLIMIT_NICE above 0."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.sched_setscheduler(native_id, os.SCHED_OTHER, os.sched_param(0))
 
 
 def run_idle(work: Callable[[], None]) -> None:

@@ -1,6 +1,6 @@
 """From a state that llama.cpp wrote to blobs and rows: parse, cut, encode, link. Only what isn't stored yet."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,16 +63,24 @@ class Saver:
         identity: the model's memory and settings.
         borders: prefix hashes at 0, B, 2B, ... of the tokens.
         tokens: little-endian int32.
+        pause: called before each block; may raise to stop, which leaves what was committed.
     """
 
     def __init__(
-        self, writing: Writing, space: Namespace, identity: "Identity", borders: Sequence[PrefixHash], tokens: bytes
+        self,
+        writing: Writing,
+        space: Namespace,
+        identity: "Identity",
+        borders: Sequence[PrefixHash],
+        tokens: bytes,
+        pause: Callable[[], None],
     ) -> None:
         self._writing = writing
         self._space = space
         self._identity = identity
         self._borders = borders
         self._tokens = tokens
+        self._pause = pause
         self._size = space.block_tokens * TOKEN_BYTES
         self._batch = _Batch()
         self._saved = Saved()
@@ -105,6 +113,7 @@ class Saver:
         with self._writing.index.read() as connection:
             stored = nodes.by_keys(connection, self._borders[1:])
         for i, key in enumerate(self._borders[1:]):
+            self._pause()
             tokens = self._tokens[i * self._size : (i + 1) * self._size]
             start = i * self._space.block_tokens
             known = stored.get(key)

@@ -3,13 +3,14 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.cache.priority import become_idle
+from kvkeep.cache.priority import become_idle, lift
 from kvkeep.store.errors import StoreClosed
 
 # Copies that may wait. One long chat of a 7B model has 1 to 4 GB, and beside a busy generation the writer gets nothing,
@@ -40,6 +41,10 @@ class Job:
         return self.replaces and 0 < length <= len(self.tokens) and np.array_equal(self.tokens[:length], other.tokens)
 
 
+class HandOver(Exception):
+    """A job of the idle thread gives up at a good point, because somebody waits who can do it faster."""
+
+
 class Writer:
     """A thread at idle priority with a bounded queue.
 
@@ -67,6 +72,8 @@ class Writer:
         self._running = 0
         self._closed = False
         self._held = held
+        # How many callers are in `flush`.
+        self._waited_for = 0
         self._thread = threading.Thread(target=self._loop, name="kvkeep-writer", daemon=True)
         self._thread.start()
 
@@ -120,9 +127,35 @@ class Writer:
         if self._is_a_job():
             return False
         deadline = None if timeout is None else time.monotonic() + timeout
-        while self._step(lambda: not self._jobs, deadline):
-            pass
+        with self._hurried():
+            while self._step(lambda: not self._jobs, deadline):
+                pass
         return self.waiting == 0
+
+    @contextmanager
+    def _hurried(self) -> Iterator[None]:
+        """Somebody waits: let the writer's own thread run as others do, or hand its job over."""
+        with self._changed:
+            self._waited_for += 1
+        if self._thread.native_id is not None:
+            lift(self._thread.native_id)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waited_for -= 1
+                self._changed.notify_all()
+
+    def pause(self) -> None:
+        """To be called by a long job now and then, where it can be begun anew without harm.
+
+        Beside other busy programs a thread at idle priority takes minutes for what takes a fraction of a second.
+
+        Raises:
+            HandOver: in the writer's own thread, when somebody waits for it. The job stays in the queue.
+        """
+        if self._waited_for and threading.current_thread() is self._thread:
+            raise HandOver
 
     def close(self) -> None:
         """Store everything that waits, then end the thread. Safe to call twice."""
@@ -155,6 +188,10 @@ class Writer:
                 self._running = threading.get_ident()
                 self._jobs.popleft()
             job.run()
+        except HandOver:
+            with self._changed:
+                if job is not None:
+                    self._jobs.appendleft(job)
         except Exception as error:  # noqa: BLE001 - reported by the owner: counted, and logged once a kind
             self._failed(error)
         except BaseException:
@@ -170,9 +207,15 @@ class Writer:
         return True
 
     def _is_ready(self, at_end: Callable[[], bool]) -> bool:
-        return not self._running and not (self._held and self._jobs) and (bool(self._jobs) or at_end())
+        if self._running or (self._held and self._jobs):
+            return False
+        if self._jobs and self._waited_for and threading.current_thread() is self._thread:
+            # Those who wait do it themselves.
+            return False
+        return bool(self._jobs) or at_end()
 
     def _loop(self) -> None:
         become_idle()
         while self._step(lambda: self._closed, None):
-            pass
+            # A flush may have lifted it.
+            become_idle()

@@ -301,7 +301,7 @@ class Session:
         cache = self.cache
         if cache is None:
             return
-        saved = cache.save(tokens, state)
+        saved = cache.save(tokens, state, pause=self._writer.pause)
         self.reporter.saved(saved.written_bytes, saved.evicted)
         with self.reporter.border("noting what was measured and used"):
             cache.measured(self.rates.prefill_rate, self.rates.restore_rate)

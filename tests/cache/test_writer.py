@@ -380,3 +380,24 @@ def test_state_that_holds_for_one_position_replaces_none() -> None:
     writer.submit(Job(lambda: done.append("at 5"), np.arange(5, dtype=np.int32), 10, replaces=False))
     writer.close()
     assert done == ["at 3", "at 5"]
+
+
+def test_flush_takes_over_the_job_that_the_idle_thread_is_in() -> None:
+    """Beside busy programs the idle thread may take minutes; a job that pauses gives itself up, and is done anew."""
+    threads: list[threading.Thread] = []
+    begun = threading.Event()
+    failures: list[BaseException] = []
+    writer = Writer(failures.append, lambda: None)
+
+    def long_job() -> None:
+        threads.append(threading.current_thread())
+        begun.set()
+        while threading.current_thread().name == "kvkeep-writer":
+            writer.pause()
+
+    writer.submit(Job(long_job, np.arange(3, dtype=np.int32), 10))
+    assert begun.wait(LONG)
+    assert writer.flush(LONG)
+    assert [thread.name for thread in threads] == ["kvkeep-writer", threading.current_thread().name]
+    assert failures == []
+    writer.close()
