@@ -1,8 +1,8 @@
 """Threads that take only what nobody else wants.
 
 ggml's threads spin at barriers, so one more runnable thread costs a generation far more than its share: beside an
-ordinary writer thread prefill fell to half of its speed and generation to a quarter (`make bench ARGS=background`), to a
-hundredth where other programs were busy too; at idle priority both stay above 0.9 on a machine that is otherwise free.
+ordinary writer thread prefill fell to 0.52 of its speed and generation to 0.44 (`make bench ARGS=background`), to a
+hundredth where other programs were busy too; at idle priority both stay above 0.9.
 """
 
 import os
