@@ -217,9 +217,8 @@ def _block(value: memoryview | None, node: Node, layout: bytes | None) -> _Block
         IntegrityError, LayoutError: it doesn't verify, or has another layout than `layout`.
     """
     header, payload = verified(value, node)
-    if layout is not None and header.layout != layout:
+    if layout is None:
+        Layout.unpack(header.layout)
+    elif header.layout != layout:
         raise HashMismatch(f"the node at position {node.start} has another layout than those before it")
-    n_bytes = planes.payload_bytes(Layout.unpack(header.layout), node.n_tokens)
-    if payload.size != n_bytes:
-        raise HashMismatch(f"the node at position {node.start} has {payload.size} bytes instead of {n_bytes}")
     return _Block(header.layout, payload)

@@ -270,8 +270,7 @@ class Repository:
         """Note that entries were used. Written by `flush_touched`, because readers never write."""
         with self._touching:
             for entry in entries:
-                table = node_table if isinstance(entry, Node) else checkpoint_table
-                self._touched[(table.name, entry.id)] = entry.namespace_id
+                self._touched[(rows.table_of(entry).name, entry.id)] = entry.namespace_id
 
     def flush_touched(self) -> None:
         """Write down what was used. Losing it costs an eviction in the wrong order, nothing else."""

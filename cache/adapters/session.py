@@ -287,10 +287,8 @@ class Session:
 
     def _is_kept(self, tokens: Tokens) -> bool:
         """Whether it was saved a moment ago, or the store has it already."""
-        kept = self._kept[: len(tokens)]
-        if np.array_equal(tokens, kept) and self._live.context.kind is MemoryKind.ATTENTION:
-            return True
-        if np.array_equal(tokens, self._kept):
+        cuttable = self._live.context.kind is MemoryKind.ATTENTION
+        if np.array_equal(tokens, self._kept[: len(tokens)] if cuttable else self._kept):
             return True
         if self._save_anyway:
             # What the index still shows is about to be removed by the writer.
