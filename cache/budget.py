@@ -2,13 +2,17 @@
 
 from collections.abc import Collection
 
-from kvkeep.store import checkpoints, nodes
+from kvkeep.store import checkpoints, nodes, windows
 from kvkeep.store.blobs import PAGE_BYTES, BlobStore
+from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
+from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import TooLarge
+from kvkeep.store.frame import TOKEN_BYTES, Kind
 from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.nodes import Node
 from kvkeep.store.repository import Writing
+from kvkeep.store.rows import NewRow
 
 # The map is filled to here; the rest is headroom for two write batches, because LMDB can use a freed page again only
 # two transactions later.
@@ -61,17 +65,34 @@ def _choose(writing: Writing, surplus: int, protect: Collection[PrefixHash]) -> 
     with writing.index.read() as connection:
         leaves = nodes.oldest_leaves(connection, _BATCH + len(protect))
         points = checkpoints.oldest(connection, _BATCH + len(protect))
-    candidates: list[Entry] = [*leaves, *points]
-    candidates.sort(key=lambda entry: entry.used)
-    chosen: list[Entry] = []
-    for entry in candidates:
-        if surplus <= 0 or len(chosen) == _BATCH:
-            break
-        if _key(entry) not in protect:
-            chosen.append(entry)
-            surplus -= footprint(entry.stored_bytes)
-    return chosen
+        rows = windows.oldest(connection, _BATCH + len(protect))
+        candidates: list[Entry] = [*leaves, *points, *rows]
+        candidates.sort(key=lambda entry: entry.used)
+        chosen: dict[tuple[type, int], Entry] = {}
+        for entry in candidates:
+            if surplus <= 0 or len(chosen) >= _BATCH:
+                break
+            if key_of(entry) not in protect:
+                for gone in [entry, *_standing_on(connection, entry)]:
+                    if chosen.setdefault((type(gone), gone.id), gone) is gone:
+                        surplus -= footprint(gone.stored_bytes)
+    return list(chosen.values())
 
 
-def _key(entry: Entry) -> PrefixHash:
-    return entry.key if isinstance(entry, Node) else entry.prefix
+def _standing_on(connection: Connection, entry: Entry) -> list[Entry]:
+    """Checkpoints and windows that are of no use without a node: they never outlive it."""
+    if not isinstance(entry, Node):
+        return []
+    first = len(entry.path) - len(entry.tokens) + TOKEN_BYTES
+    above: list[Entry] = [*checkpoints.at(connection, entry.key), *windows.slot(connection, entry.key)]
+    beside: list[Entry] = [*checkpoints.at(connection, entry.anchor), *windows.slot(connection, entry.anchor)]
+    for other in beside:
+        # It shares the node's first token at least. A whole state stands on nothing.
+        if other.path[:first] == entry.path[:first]:
+            above.append(other)
+    return [other for other in above if not (isinstance(other, Checkpoint) and other.kind == Kind.OPAQUE)]
+
+
+def key_of(row: Entry | NewRow) -> PrefixHash:
+    """The prefix hash by which an entry is found."""
+    return row.prefix if isinstance(row, NewCheckpoint) else row.key

@@ -2,10 +2,13 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from kvkeep.store.checkpoints import Checkpoint
 from kvkeep.store.entry import Entry
+from kvkeep.store.frame import Kind
 from kvkeep.store.nodes import Node
+from kvkeep.store.windows import Window
 
 
 class Source(str, Enum):
@@ -51,6 +54,14 @@ Step = tuple[Node, int]
 """A node and how many of its tokens, from the first one on, are wanted."""
 
 
+class WindowStep(NamedTuple):
+    """A part of the windowed cache: `take` tokens of a row, behind its first `skip`."""
+
+    row: Window
+    skip: int
+    take: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
     """How much of a prompt is reused.
@@ -73,6 +84,7 @@ class Match:
     seconds: float = 0.0
     state_bytes: int = 0
     plan: tuple[Step, ...] = field(default=(), repr=False, compare=False)
+    windows: tuple[WindowStep, ...] = field(default=(), repr=False, compare=False)
     checkpoint: Checkpoint | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -81,16 +93,20 @@ class Match:
         return self.prompt_tokens - self.length
 
     @property
+    def is_opaque(self) -> bool:
+        """Whether it is a whole state of a memory that can't be parsed."""
+        return self.checkpoint is not None and self.checkpoint.kind == Kind.OPAQUE
+
+    @property
     def plain_bytes(self) -> int:
         """Bytes to be read and verified to restore it."""
-        whole = 0 if self.checkpoint is None else self.checkpoint.plain_bytes
-        return whole + sum(node.plain_bytes for node, _ in self.plan)
+        return sum(entry.plain_bytes for entry in self.entries)
 
     @property
     def entries(self) -> list[Entry]:
         """Everything that restoring it reads."""
-        nodes: list[Entry] = [node for node, _ in self.plan]
-        return nodes if self.checkpoint is None else [*nodes, self.checkpoint]
+        points = [] if self.checkpoint is None else [self.checkpoint]
+        return [*(node for node, _ in self.plan), *(step.row for step in self.windows), *points]
 
     def __str__(self) -> str:
         head = f"{self.length} of {self.prompt_tokens} tokens from {self.source.value}"

@@ -46,7 +46,7 @@ def split(layout: Layout, arrays: tuple[Bytes, ...], payload: Bytes) -> None:
         arrays: one a section, uint8 of shape (outer, n, inner).
         payload: uint8, `payload_bytes(layout, n)` long.
     """
-    n_tokens = arrays[0].shape[1]
+    n_tokens = arrays[0].shape[1] if arrays else 0
     at = 0
     for group in _groups(layout):
         size = group.token_bytes * n_tokens
@@ -55,16 +55,19 @@ def split(layout: Layout, arrays: tuple[Bytes, ...], payload: Bytes) -> None:
         at += size
 
 
-def join(layout: Layout, payload: Bytes, n_tokens: int, take: int, arrays: tuple[Bytes, ...], first: int) -> None:
-    """The inverse: put the first `take` of a payload's tokens into cells `[first, first + take)` of `arrays`.
+def join(
+    layout: Layout, payload: Bytes, n_tokens: int, take: int, arrays: tuple[Bytes, ...], first: int, *, skip: int = 0
+) -> None:
+    """The inverse: put `take` of a payload's tokens into cells `[first, first + take)` of `arrays`.
 
     Args:
         layout: what the sections are.
         payload: uint8, of `n_tokens` tokens.
         n_tokens: tokens that the payload holds.
-        take: how many of them to use, from the first one on.
+        take: how many of them to use.
         arrays: one a section, uint8 of shape (outer, cells, inner); written in place.
-        first: the cell that the payload's first token goes to.
+        first: the cell that the first of them goes to.
+        skip: how many of the payload's tokens come before them.
 
     Raises:
         BadFrame: the payload's length isn't that of `n_tokens` tokens.
@@ -82,8 +85,34 @@ def join(layout: Layout, payload: Bytes, n_tokens: int, take: int, arrays: tuple
             section = layout.sections[i]
             count = section.token_bytes * n_tokens
             piece = numbers[offset : offset + count].reshape(section.outer, n_tokens, section.inner)
-            arrays[i][:, first : first + take, :] = piece[:, :take, :]
+            arrays[i][:, first : first + take, :] = piece[:, skip : skip + take, :]
             offset += count
+
+
+# Recurrent tensors are f32 in every model that llama.cpp knows.
+RUN_WIDTH = 4
+
+
+def run_width(n_bytes: int) -> int:
+    """The width by which a run of recurrent tensors is split: 1, which is not at all, if its length isn't that of numbers."""
+    return RUN_WIDTH if n_bytes % RUN_WIDTH == 0 else 1
+
+
+def split_run(run: Bytes, payload: Bytes) -> None:
+    """Write a run of numbers that is never cut into `payload`, which is as long."""
+    width = run_width(run.size)
+    payload.reshape(width, -1)[...] = run.reshape(-1, width).T
+
+
+def join_run(payload: Bytes, run: Bytes) -> None:
+    """The inverse.
+
+    Raises:
+        BadFrame: the payload isn't as long as the run.
+    """
+    if payload.size != run.size:
+        raise BadFrame(f"the recurrent tensors have {run.size} bytes here, the payload has {payload.size}")
+    run[...] = _interleave(payload.reshape(run_width(run.size), -1))
 
 
 def _interleave(planes: Bytes) -> Bytes:

@@ -1,24 +1,29 @@
 """The prefix cache of one model: match, save, restore. Knows tokens and states, not where they come from."""
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.cache import budget, radix
-from kvkeep.cache.layout import Bytes, Form, MemoryKind
+from kvkeep.cache import budget, restore_point
+from kvkeep.cache.batches import Saved
+from kvkeep.cache.layout import Bytes
 from kvkeep.cache.match import Match, Reason, Source
+from kvkeep.cache.memory import Memory
+from kvkeep.cache.points import Point
 from kvkeep.cache.restore import Restored, assemble
-from kvkeep.cache.save import Saved, Saver
-from kvkeep.store import checkpoints, namespaces, rows
-from kvkeep.store.checkpoints import Checkpoint
+from kvkeep.cache.restore_point import Prompt
+from kvkeep.cache.save import Saver
+from kvkeep.cache.state import Form
+from kvkeep.store import namespaces, rows
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import UsageError
 from kvkeep.store.frame import TOKEN_BYTES
-from kvkeep.store.hashing import Fingerprint, PrefixHash, chain, prefix_of
+from kvkeep.store.hashing import BlobId, Fingerprint, PrefixHash, chain
 from kvkeep.store.namespaces import Namespace
+from kvkeep.store.nodes import Node
 from kvkeep.store.repository import Repository
 
 # Tokens of a block. With whole tails rewritten, turns of 40 tokens wrote 1.8 times the stored bytes at 64, 2.6 at 128
@@ -36,17 +41,13 @@ class Identity:
         fingerprint: everything that decides which states may stand in for each other.
         label: the model's own name, for people.
         ingredients: what went into the fingerprint, for people.
-        kind: the model's memory.
-        v_trans: whether the context stores values transposed; None if only the state can tell.
-        ext: whether its cells carry extensions.
+        memory: what the model's memory consists of.
     """
 
     fingerprint: Fingerprint
     label: str
     ingredients: dict[str, str]
-    kind: MemoryKind
-    v_trans: bool | None
-    ext: bool
+    memory: Memory
 
 
 class PrefixCache:
@@ -82,13 +83,23 @@ class PrefixCache:
         space = self.namespace
         return self._block_tokens if space is None else space.block_tokens
 
-    def match(self, tokens: Tokens, *, at_most: int | None = None, seq_id: int = 0) -> Match:
-        """How many of the first tokens are stored.
+    def match(
+        self,
+        tokens: Tokens,
+        *,
+        at_most: int | None = None,
+        seq_id: int = 0,
+        form: Form = Form.SEQUENCE,
+        without: Collection[BlobId] = (),
+    ) -> Match:
+        """How many of the first tokens can be restored.
 
         Args:
             tokens: the prompt.
             at_most: use no more than these; a prompt's last token must always be decoded again.
             seq_id: the sequence for which checkpoints are looked up.
+            form: the form that it will be restored in; the whole form takes as much of a window's cache as is stored.
+            without: blobs that are known to be damaged.
 
         Returns:
             A match with the plan to restore it, or one of length 0 with its reason.
@@ -102,22 +113,30 @@ class PrefixCache:
                 others = namespaces.any_other(connection, self.identity.fingerprint)
                 reason = Reason.OTHER_NAMESPACE if others else Reason.EMPTY
                 return Match(length=0, prompt_tokens=n_tokens, reason=reason)
-            borders = self._borders(data, space.block_tokens)
-            steps = radix.walk(connection, borders, data, space.block_tokens)
-            points = checkpoints.by_anchors(connection, borders, seq_id)
-        length = radix.covered(steps)
-        point = _best(points, borders, data, space.block_tokens)
-        if point is not None and point.pos > length:
-            return Match(length=point.pos, prompt_tokens=n_tokens, source=Source.DISK, checkpoint=point)
-        if length == 0:
+            found = restore_point.find(
+                connection,
+                self._prompt(data, space.block_tokens),
+                self.identity.memory,
+                seq_id=seq_id,
+                whole_window=form is Form.WHOLE,
+                without=without,
+            )
+        if found.length == 0:
             return Match(length=0, prompt_tokens=n_tokens, reason=Reason.NO_COMMON_PREFIX)
-        return Match(length=length, prompt_tokens=n_tokens, source=Source.DISK, plan=tuple(steps))
+        return Match(
+            length=found.length,
+            prompt_tokens=n_tokens,
+            source=Source.DISK,
+            plan=found.steps,
+            windows=found.windows,
+            checkpoint=found.checkpoint,
+        )
 
-    def _borders(self, data: bytes, block_tokens: int) -> list[PrefixHash]:
+    def _prompt(self, data: bytes, block_tokens: int) -> Prompt:
         root = self.identity.fingerprint
-        return [PrefixHash(root), *chain(root, data, block_tokens * TOKEN_BYTES)]
+        return Prompt(data, [PrefixHash(root), *chain(root, data, block_tokens * TOKEN_BYTES)], block_tokens)
 
-    def restore(self, match: Match, tokens: Tokens, *, form: Form = Form.SEQUENCE, arch: str = "") -> Restored:
+    def restore(self, match: Match, tokens: Tokens, *, form: Form = Form.SEQUENCE, arch: str = "", seq_id: int = 0) -> Restored:
         """Read, verify and assemble what `match` found.
 
         Args:
@@ -125,17 +144,38 @@ class PrefixCache:
             tokens: the prompt.
             form: which of llama.cpp's forms to write; opaque checkpoints come back in the form they were saved in.
             arch: the architecture's name, for the whole form.
+            seq_id: as in the match.
 
         Returns:
             The state. Shorter than the match, down to nothing, where stored data turned out to be damaged.
         """
-        with self.repository.snapshot() as snapshot:
-            restored = assemble(snapshot, match, token_bytes(tokens[: match.length]), form, arch)
-        self.repository.touch(entry for entry in match.entries if entry not in restored.damaged)
-        return restored
+        damaged: list[Entry] = []
+        detail = ""
+        while True:
+            with self.repository.snapshot() as snapshot:
+                restored = assemble(snapshot, match, token_bytes(tokens[: match.length]), form, arch)
+            damaged += restored.damaged
+            detail = detail or restored.detail
+            if restored.length or not restored.damaged:
+                break
+            # What stands before a damaged node is still good, and so are other checkpoints.
+            before = min((entry.start for entry in restored.damaged if isinstance(entry, Node)), default=match.length)
+            names = {entry.blob for entry in damaged}
+            match = self.match(tokens, at_most=before, seq_id=seq_id, form=form, without=names)
+            if match.length == 0:
+                break
+        self.repository.touch(entry for entry in match.entries if entry not in damaged)
+        return replace(restored, damaged=tuple(damaged), detail=detail)
 
     def save(
-        self, tokens: Tokens, state: Bytes, form: Form = Form.SEQUENCE, *, pause: Callable[[], None] = lambda: None
+        self,
+        tokens: Tokens,
+        state: Bytes,
+        form: Form = Form.SEQUENCE,
+        *,
+        points: Sequence[Point] = (),
+        seq_id: int = 0,
+        pause: Callable[[], None] = lambda: None,
     ) -> Saved:
         """Store what of a state isn't stored yet.
 
@@ -143,6 +183,8 @@ class PrefixCache:
             tokens: what the state was decoded from: position i holds token i.
             state: llama.cpp's bytes, uint8; its cells are exactly the positions 0 to len(tokens) - 1.
             form: the form of the bytes.
+            points: checkpoints that were taken while these tokens were decoded.
+            seq_id: the sequence by which checkpoints are filed.
             pause: called now and then; may raise to stop, which leaves a sound first part stored.
 
         Returns:
@@ -157,8 +199,8 @@ class PrefixCache:
                 who = self.identity
                 space = namespaces.add(connection, who.fingerprint, who.label, who.ingredients, self._block_tokens)
             data = token_bytes(tokens)
-            borders = self._borders(data, space.block_tokens)
-            return Saver(writing, space, self.identity, borders, data, pause).save(state, form)
+            prompt = self._prompt(data, space.block_tokens)
+            return Saver(writing, space, self.identity, prompt, seq_id, pause).save(state, form, points)
 
     @property
     def largest_bytes(self) -> int:
@@ -203,15 +245,3 @@ def token_bytes(tokens: Tokens) -> bytes:
     if given.ndim != 1 or not np.array_equal(given, converted):
         raise UsageError(f"tokens are whole numbers of 32 bits in a row, not {given.dtype} of shape {given.shape}")
     return converted.tobytes()
-
-
-def _best(points: Sequence[Checkpoint], borders: Sequence[PrefixHash], data: bytes, block_tokens: int) -> Checkpoint | None:
-    """The checkpoint at the highest position whose tokens are the prompt's."""
-    where = {border: i * block_tokens for i, border in enumerate(borders)}
-    for point in points:
-        start = where[point.anchor]
-        rest = data[start * TOKEN_BYTES : point.pos * TOKEN_BYTES]
-        fits = point.path == rest and len(rest) == (point.pos - start) * TOKEN_BYTES
-        if fits and point.pos > 0 and point.prefix == prefix_of(point.anchor, rest):
-            return point
-    return None

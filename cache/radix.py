@@ -102,6 +102,17 @@ def covered(steps: Sequence[Step]) -> int:
     return sum(take for _, take in steps)
 
 
+def cut(steps: Sequence[Step], length: int) -> list[Step]:
+    """The steps that cover the first `length` tokens."""
+    kept: list[Step] = []
+    for node, take in steps:
+        if length <= 0:
+            break
+        kept.append((node, min(take, length)))
+        length -= take
+    return kept
+
+
 def whole(steps: Sequence[Step]) -> list[Node]:
     """The nodes that are wanted in full."""
     return [node for node, take in steps if take == node.n_tokens]

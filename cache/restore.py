@@ -1,4 +1,8 @@
-"""From stored blobs to a state that llama.cpp takes: verify, decode, assemble."""
+"""From stored blobs to a state that llama.cpp takes: verify, decode, assemble.
+
+Blocks give the attention caches, rows of the window the windowed one, a checkpoint the recurrent tensors; or a whole
+state gives everything.
+"""
 
 import os
 import threading
@@ -12,14 +16,16 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from kvkeep.cache import planes
-from kvkeep.cache.layout import Bytes, Form, Layout, blank
-from kvkeep.cache.match import Match, Step
-from kvkeep.cache.radix import covered
+from kvkeep.cache.layout import Bytes, Cells, unpack_all
+from kvkeep.cache.match import Match
+from kvkeep.cache.state import Form, Windowed, blank
+from kvkeep.store.checkpoints import Checkpoint
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import HashMismatch, IntegrityError, LayoutError
 from kvkeep.store.nodes import Node
 from kvkeep.store.repository import Snapshot
 from kvkeep.store.verify import verified
+from kvkeep.store.windows import Window
 
 # zstd and BLAKE3 leave the interpreter lock; more threads than this gain nothing on a laptop's memory bandwidth.
 MAX_THREADS = 4
@@ -32,7 +38,7 @@ class Restored:
     Attributes:
         state: llama.cpp's bytes, sequence form unless asked otherwise.
         length: tokens that it holds, at positions 0 to length - 1.
-        damaged: entries that didn't verify, because of which it is shorter than was planned.
+        damaged: entries that didn't verify, because of which it is nothing, or shorter than was planned.
         detail: what was wrong with them.
     """
 
@@ -58,9 +64,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def assemble(snapshot: Snapshot, match: Match, tokens: bytes, form: Form = Form.SEQUENCE, arch: str = "") -> Restored:
-    """The state of the first `match.length` tokens.
-
-    A damaged node ends the state before it: what stands above it is still good.
+    """The state of the first `match.length` tokens, or nothing of it if anything that it needs is damaged.
 
     Args:
         snapshot: rows and blobs; taken after the match, so blobs may have gone meanwhile.
@@ -69,74 +73,167 @@ def assemble(snapshot: Snapshot, match: Match, tokens: bytes, form: Form = Form.
         form: whole context or one sequence.
         arch: the architecture's name, for the whole form.
     """
-    if match.checkpoint is not None:
-        return _whole(snapshot, match, tokens)
-    return _from_blocks(snapshot, list(match.plan), form, arch)
+    try:
+        if match.checkpoint is not None and match.is_opaque:
+            return _whole(snapshot, match.checkpoint, tokens)
+        return Restored(_Assembly(snapshot, match).fill(form, arch), match.length)
+    except _Damaged as error:
+        # All of them are reported, also those behind the first: each would be met again otherwise.
+        return Restored(_NOTHING, 0, tuple(error.causes), str(next(iter(error.causes.values()))))
 
 
-def _whole(snapshot: Snapshot, match: Match, tokens: bytes) -> Restored:
-    point = match.checkpoint
-    assert point is not None
+class _Damaged(Exception):
+    """Entries that didn't verify, with the reasons."""
+
+    def __init__(self, causes: dict[Entry, Exception]) -> None:
+        super().__init__(causes)
+        self.causes = causes
+
+
+def _whole(snapshot: Snapshot, point: Checkpoint, tokens: bytes) -> Restored:
     try:
         header, payload = verified(snapshot.blobs.get(point.blob), point)
         if header.tokens != tokens[: len(header.tokens)]:
             raise HashMismatch(f"the checkpoint at position {point.pos} was taken after other tokens")
     except IntegrityError as error:
-        return Restored(_NOTHING, 0, (point,), str(error))
+        raise _Damaged({point: error}) from error
     # A raw payload is a view into the map, and the map is only ours until the snapshot ends.
     return Restored(payload.copy(), point.pos)
 
 
-def _from_blocks(snapshot: Snapshot, plan: list[Step], form: Form, arch: str) -> Restored:
-    damaged: list[Entry] = []
-    detail = ""
-    while plan:
-        try:
-            state = _fill(snapshot, plan, form, arch)
-            return Restored(state, covered(plan), tuple(damaged), detail)
-        except _Damaged as error:
-            # All of them are reported, also those behind the first: each would be met again otherwise.
-            damaged += [plan[index][0] for index in error.causes]
-            first = min(error.causes)
-            detail = detail or str(error.causes[first])
-            plan = plan[:first]
-    return Restored(_NOTHING, 0, tuple(damaged), detail)
+class _Piece(NamedTuple):
+    """A part of a blob that goes into the state.
 
-
-class _Damaged(Exception):
-    """Some steps of a plan didn't verify: their indices and the reasons."""
-
-    def __init__(self, causes: dict[int, Exception]) -> None:
-        super().__init__(causes)
-        self.causes = causes
-
-
-def _fill(snapshot: Snapshot, plan: Sequence[Step], form: Form, arch: str) -> Bytes:
-    """One buffer, filled by all threads straight out of the map.
-
-    Raises:
-        _Damaged: not every step verified.
+    Attributes:
+        entry: whose blob it is.
+        skip, take: which of its tokens.
+        cell: where in the caches the first of them goes.
+        in_window: they belong into the windowed cache.
     """
-    starts = [0]
-    for _, take in plan:
-        starts.append(starts[-1] + take)
-    values = [snapshot.blobs.get(node.blob) for node, _ in plan]
-    # The first block says how the state is laid out; the others must agree.
-    first = _attempt(lambda: _block(values[0], plan[0][0], None))
-    if isinstance(first, Exception):
-        others = _all(len(plan) - 1, lambda i: _block(values[i + 1], plan[i + 1][0], None))
-        raise _Damaged({0: first} | {i + 1: error for i, error in others.items()})
-    layout = Layout.unpack(first.layout)
-    buffer, state = blank(layout, starts[-1], form, arch)
 
-    def scatter(index: int) -> None:
-        node, take = plan[index]
-        block = first if index == 0 else _block(values[index], node, first.layout)
-        planes.join(layout, block.payload, node.n_tokens, take, state.arrays, starts[index])
+    entry: Node | Window
+    skip: int
+    take: int
+    cell: int
+    in_window: bool
 
-    if damaged := _all(len(plan), scatter):
-        raise _Damaged(damaged)
-    return buffer
+
+class _Assembly:
+    """One buffer, filled by all threads straight out of the map."""
+
+    def __init__(self, snapshot: Snapshot, match: Match) -> None:
+        self._length = match.length
+        self._pieces = [*_in_caches(match), *_in_window(match)]
+        self._point = match.checkpoint
+        # Read here: a transaction of LMDB belongs to the thread that began it.
+        self._values = {entry: snapshot.blobs.get(entry.blob) for entry in match.entries}
+
+    def fill(self, form: Form, arch: str) -> Bytes:
+        """The state.
+
+        Raises:
+            _Damaged: not every blob verified, or they don't go together.
+        """
+        # The first blob of each kind says how that part is laid out; the others must agree.
+        firsts = self._first_blobs()
+        layouts = firsts.get(False, _Blob(b"", _NOTHING))
+        windowed = firsts.get(True)
+        tensors = self._tensors()
+        buffer, state = blank(
+            unpack_all(layouts.layout) if layouts.layout else (),
+            self._length,
+            form,
+            arch,
+            window=None if windowed is None else Windowed(unpack_all(windowed.layout)[0], self._first_in_window()),
+            recurrent_bytes=None if tensors is None else tensors.size,
+        )
+        if tensors is not None and state.recurrent is not None:
+            planes.join_run(tensors, state.recurrent.data)
+
+        def scatter(index: int) -> None:
+            piece = self._pieces[index]
+            first = firsts[piece.in_window]
+            blob = first if index == self._firsts[piece.in_window] else self._blob(piece.entry, first.layout)
+            cells = [state.window] if piece.in_window else state.caches
+            _scatter(piece, blob.payload, [found for found in cells if found is not None])
+
+        self._check(_all(len(self._pieces), scatter))
+        return buffer
+
+    def _first_blobs(self) -> dict[bool, "_Blob"]:
+        """The blob of the first node, and that of the first row of the window, under `in_window`."""
+        self._firsts = {piece.in_window: i for i, piece in reversed(list(enumerate(self._pieces)))}
+        found = {kind: _attempt(partial(self._blob, self._pieces[i].entry, None)) for kind, i in self._firsts.items()}
+        if any(isinstance(blob, Exception) for blob in found.values()):
+            self._check(_all(len(self._pieces), lambda i: self._blob(self._pieces[i].entry, None)))
+        return {kind: blob for kind, blob in found.items() if not isinstance(blob, Exception)}
+
+    def _tensors(self) -> Bytes | None:
+        point = self._point
+        if point is None:
+            return None
+        outcome = _attempt(lambda: verified(self._values[point], point))
+        if isinstance(outcome, Exception):
+            raise _Damaged({point: outcome})
+        header, payload = outcome
+        if header.layout != bytes([planes.run_width(payload.size)]):
+            raise _Damaged({point: HashMismatch(f"the tensors at position {point.pos} are split in a way nobody knows")})
+        return payload
+
+    def _first_in_window(self) -> int:
+        """The lowest position of the windowed cache."""
+        return self._length - sum(piece.take for piece in self._pieces if piece.in_window)
+
+    def _blob(self, entry: Node | Window, layout: bytes | None) -> "_Blob":
+        """The verified blob of an entry.
+
+        Raises:
+            IntegrityError, LayoutError: it doesn't verify, or has another layout than `layout`.
+        """
+        header, payload = verified(self._values[entry], entry)
+        if layout is None:
+            layouts = unpack_all(header.layout)
+            if isinstance(entry, Window) and len(layouts) != 1:
+                raise HashMismatch(f"the window at position {entry.start} has {len(layouts)} caches")
+        elif header.layout != layout:
+            raise HashMismatch(f"the entry at position {entry.start} has another layout than those before it")
+        return _Blob(header.layout, payload)
+
+    def _check(self, damaged: dict[int, Exception]) -> None:
+        if damaged:
+            raise _Damaged({self._pieces[i].entry: error for i, error in damaged.items()})
+
+
+class _Blob(NamedTuple):
+    layout: bytes
+    payload: Bytes
+
+
+def _in_caches(match: Match) -> Iterator[_Piece]:
+    cell = 0
+    for node, take in match.plan:
+        yield _Piece(node, 0, take, cell, in_window=False)
+        cell += take
+
+
+def _in_window(match: Match) -> Iterator[_Piece]:
+    cell = 0
+    for row, skip, take in match.windows:
+        yield _Piece(row, skip, take, cell, in_window=True)
+        cell += take
+
+
+def _scatter(piece: _Piece, payload: Bytes, caches: Sequence[Cells]) -> None:
+    """Put a blob's tokens into their cells; its caches stand one behind the other."""
+    n_tokens = piece.entry.n_tokens
+    sizes = [planes.payload_bytes(cells.layout, n_tokens) for cells in caches]
+    if sum(sizes) != payload.size:
+        raise HashMismatch(f"{n_tokens} tokens have {sum(sizes)} bytes here, the payload has {payload.size}")
+    at = 0
+    for cells, size in zip(caches, sizes, strict=True):
+        own = payload[at : at + size]
+        planes.join(cells.layout, own, n_tokens, piece.take, cells.arrays, piece.cell, skip=piece.skip)
+        at += size
 
 
 def _attempt(work: Callable[[], T]) -> T | Exception:
@@ -203,22 +300,3 @@ class _Crew:
                 interrupt = error
         if interrupt is not None:
             raise interrupt
-
-
-class _Block(NamedTuple):
-    layout: bytes
-    payload: Bytes
-
-
-def _block(value: memoryview | None, node: Node, layout: bytes | None) -> _Block:
-    """The verified block of a node.
-
-    Raises:
-        IntegrityError, LayoutError: it doesn't verify, or has another layout than `layout`.
-    """
-    header, payload = verified(value, node)
-    if layout is None:
-        Layout.unpack(header.layout)
-    elif header.layout != layout:
-        raise HashMismatch(f"the node at position {node.start} has another layout than those before it")
-    return _Block(header.layout, payload)

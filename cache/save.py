@@ -1,57 +1,38 @@
-"""From a state that llama.cpp wrote to blobs and rows: parse, cut, encode, link. Only what isn't stored yet."""
+"""From a state that llama.cpp wrote to blobs and rows: parse, cut, encode, link. Only what isn't stored yet.
+
+attention caches     full blocks, then the tail, as nodes of the radix index
+a window             rows beside the nodes of the same tokens
+recurrent tensors    a checkpoint at the state's end, and at every position where one was taken on the way
+anything else        one whole state
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvkeep.cache import budget, planes, radix
-from kvkeep.cache.layout import Bytes, Form, MemoryKind, State, parse
-from kvkeep.store import checkpoints, codec, frame, nodes
+from kvkeep.cache import budget, planes, points, radix
+from kvkeep.cache.batches import Batches, Saved
+from kvkeep.cache.layout import Bytes, Cells, pack_all
+from kvkeep.cache.memory import MemoryKind
+from kvkeep.cache.points import Point
+from kvkeep.cache.restore_point import Prompt, along
+from kvkeep.cache.state import Form, Recurrent, State, parse
+from kvkeep.store import checkpoints, codec, frame, nodes, windows
 from kvkeep.store.checkpoints import NewCheckpoint
-from kvkeep.store.entry import Entry
-from kvkeep.store.errors import LayoutError, MapFull, TooLarge, UnknownLayout
+from kvkeep.store.errors import LayoutError, TooLarge, UnknownLayout
 from kvkeep.store.frame import TOKEN_BYTES, FrameHeader, Kind
 from kvkeep.store.hashing import PrefixHash, blob_id, extend, prefix_of
 from kvkeep.store.namespaces import Namespace
-from kvkeep.store.nodes import NewNode, Node
+from kvkeep.store.nodes import NewNode
 from kvkeep.store.repository import NewEntry, Writing
-from kvkeep.store.verify import is_sound
+from kvkeep.store.windows import NewWindow
 
 if TYPE_CHECKING:
     from kvkeep.cache.prefix_cache import Identity
 
-# A commit waits for the disk, so entries are written together; but a batch is held in memory and needs free pages.
-BATCH_BYTES = 32 << 20
-# A really full map can't always be written to at once after an eviction; more tries than this never helped.
-_TRIES = 4
-
-
-@dataclass(slots=True)
-class Saved:
-    """What a save did.
-
-    Attributes:
-        tokens: tokens whose state is stored now.
-        written: entries written.
-        written_bytes: bytes of their stored values.
-        evicted: entries that had to go for them.
-        opaque: the state was kept whole, because its memory can't be cut.
-    """
-
-    tokens: int = 0
-    written: int = 0
-    written_bytes: int = 0
-    evicted: int = 0
-    opaque: bool = False
-
-
-@dataclass(slots=True)
-class _Batch:
-    entries: list[NewEntry] = field(default_factory=list)
-    replaced: list[Entry] = field(default_factory=list)
-    size: int = 0
+# The checkpoints of one chat may take this share of the budget, so that they never drive out what they stand on.
+POINTS_SHARE = 1 / 4
 
 
 class Saver:
@@ -61,8 +42,8 @@ class Saver:
         writing: the right to write.
         space: the namespace.
         identity: the model's memory and settings.
-        borders: prefix hashes at 0, B, 2B, ... of the tokens.
-        tokens: little-endian int32.
+        prompt: the tokens that the state was decoded from.
+        seq_id: the sequence, by which checkpoints are filed.
         pause: called before each block; may raise to stop, which leaves what was committed.
     """
 
@@ -71,54 +52,67 @@ class Saver:
         writing: Writing,
         space: Namespace,
         identity: "Identity",
-        borders: Sequence[PrefixHash],
-        tokens: bytes,
+        prompt: Prompt,
+        seq_id: int,
         pause: Callable[[], None],
     ) -> None:
         self._writing = writing
-        self._space = space
-        self._identity = identity
-        self._borders = borders
-        self._tokens = tokens
+        self._memory = identity.memory
+        self._prompt = prompt
+        self._borders = prompt.borders
+        self._seq_id = seq_id
         self._pause = pause
-        self._size = space.block_tokens * TOKEN_BYTES
-        self._batch = _Batch()
-        self._saved = Saved()
-        self._protected = set(borders)
+        self._block_tokens = space.block_tokens
+        self._batches = Batches(writing, space.id, set(prompt.borders))
 
-    def save(self, data: Bytes, form: Form) -> Saved:
-        """Store the state, cut into blocks if its memory allows that, else whole."""
+    def save(self, data: Bytes, form: Form, taken: Sequence[Point] = ()) -> Saved:
+        """Store the state, cut into its parts if its memory allows that, else whole.
+
+        Args:
+            data: llama.cpp's bytes.
+            form: which form they have.
+            taken: checkpoints that were taken while its tokens were decoded.
+        """
+        saved = self._batches.saved
         state = self._parsed(data, form)
         if state is None:
-            self._opaque(data, form)
+            self._wholes(data, form, taken)
         else:
-            self._blocks(state)
-            self._tail(state)
-            self._commit()
-        self._saved.tokens = len(self._tokens) // TOKEN_BYTES
-        return self._saved
+            if state.caches:
+                self._blocks(state.caches)
+                self._tail(state.caches)
+            self._parts(state, self._prompt.n_tokens)
+            for point in sorted(taken, key=lambda point: -point.pos):
+                self._pause()
+                self._parts(parse(point.data, Form.SEQUENCE, self._memory, partial=True), point.pos)
+        self._batches.commit()
+        if self._memory.kind is not MemoryKind.ATTENTION:
+            self._thin()
+        saved.tokens = self._prompt.n_tokens
+        return saved
 
     def _parsed(self, data: Bytes, form: Form) -> State | None:
-        who = self._identity
-        if who.kind is not MemoryKind.ATTENTION:
-            return None
         try:
-            state = parse(data, form, v_trans=who.v_trans, ext=who.ext)
+            state = parse(data, form, self._memory)
         except LayoutError:
-            # Another memory behind the same model kind (dsa, msa): kept whole, slower and bigger, never wrong.
+            # Another memory behind the same model kind: kept whole, slower and bigger, never wrong.
             return None
-        return _in_order(state, len(self._tokens) // TOKEN_BYTES)
+        wanted = self._prompt.n_tokens
+        caches = tuple(_in_order(cells, wanted) for cells in state.caches)
+        return State(caches, state.window, state.recurrent)
 
-    def _blocks(self, state: State) -> None:
+    # -- attention caches -----------------------------------------------------------------------------------------
+
+    def _blocks(self, caches: Sequence[Cells]) -> None:
         with self._writing.index.read() as connection:
             stored = nodes.by_keys(connection, self._borders[1:])
         for i, key in enumerate(self._borders[1:]):
             self._pause()
-            tokens = self._tokens[i * self._size : (i + 1) * self._size]
-            start = i * self._space.block_tokens
+            tokens = self._prompt.rest(i)
+            start = i * self._block_tokens
             known = stored.get(key)
             if known is None or not radix.is_block(known, self._borders[i], tokens, start):
-                self._node(state, self._borders[i], self._borders[i], tokens, tokens, start)
+                self._node(caches, self._borders[i], self._borders[i], tokens, tokens, start)
                 # Behind it: a full batch is committed before the block is queued, and they must go with the block.
                 self._replace_pieces(self._borders[i], tokens, start)
 
@@ -129,127 +123,188 @@ class Saver:
             for piece in reversed(pieces):
                 if nodes.has_children(connection, piece.key, besides=[other.id for other in pieces]):
                     break
-                self._batch.replaced.append(piece)
+                self._batches.replace(piece)
 
-    def _tail(self, state: State) -> None:
+    def _tail(self, caches: Sequence[Cells]) -> None:
         full = len(self._borders) - 1
         anchor = self._borders[-1]
-        rest = self._tokens[full * self._size :]
+        rest = self._prompt.rest(full)
         if not rest:
             return
         with self._writing.index.read() as connection:
-            steps = radix.slot_steps(connection, anchor, rest, full * self._space.block_tokens)
+            steps = radix.slot_steps(connection, anchor, rest, full * self._block_tokens)
         if radix.covered(steps) * TOKEN_BYTES == len(rest):
             return
         pieces = radix.whole(steps)
         parent: PrefixHash = pieces[-1].key if pieces else anchor
-        self._protected.update(piece.key for piece in pieces)
+        for piece in pieces:
+            self._batches.protect(piece.key)
         done = sum(len(piece.tokens) for piece in pieces)
-        start = full * self._space.block_tokens + done // TOKEN_BYTES
-        self._node(state, parent, anchor, rest, rest[done:], start)
+        start = full * self._block_tokens + done // TOKEN_BYTES
+        self._node(caches, parent, anchor, rest, rest[done:], start)
 
-    def _node(self, state: State, parent: PrefixHash, anchor: PrefixHash, path: bytes, tokens: bytes, start: int) -> None:
+    def _node(
+        self, caches: Sequence[Cells], parent: PrefixHash, anchor: PrefixHash, path: bytes, tokens: bytes, start: int
+    ) -> None:
         """Cut, encode and queue one node."""
         key = extend(parent, tokens)
         n_tokens = len(tokens) // TOKEN_BYTES
-        header = FrameHeader(Kind.BLOCK, key, parent, start, tokens, state.layout.pack())
-        plain, payload = frame.allocate(header, planes.payload_bytes(state.layout, n_tokens))
-        planes.split(state.layout, tuple(array[:, start : start + n_tokens, :] for array in state.arrays), payload)
+        header = FrameHeader(Kind.BLOCK, key, parent, start, tokens, pack_all([cells.layout for cells in caches]))
+        plain = _framed(header, caches, start, start + n_tokens)
         value = codec.encode(plain)
         row = NewNode(key, parent, anchor, path, start, n_tokens, blob_id(plain.data), len(value), plain.size)
-        self._protected.add(key)
-        self._queue(NewEntry(row, value))
+        self._batches.add(NewEntry(row, value))
 
-    def _opaque(self, data: Bytes, form: Form) -> None:
+    # -- parts that hold for one position -------------------------------------------------------------------------
+
+    def _parts(self, state: State, pos: int) -> None:
+        """The window and the recurrent tensors of a state of `pos` tokens."""
+        if state.window is not None:
+            self._window(_last_run(state.window, pos), pos)
+            # The windows of several checkpoints overlap, and what is only queued isn't seen.
+            self._batches.commit()
+        if state.recurrent is not None:
+            self._recurrent(state.recurrent, pos)
+
+    def _window(self, cells: Cells, pos: int) -> None:
+        """The windowed cache, block by block, as far as it isn't stored."""
+        first = pos - len(cells.positions)
+        for slot in range(first // self._block_tokens, -(-pos // self._block_tokens)):
+            self._pause()
+            border = slot * self._block_tokens
+            start, end = max(first, border), min(pos, border + self._block_tokens)
+            anchor, path = self._borders[slot], self._prompt.rest(slot)[: (end - border) * TOKEN_BYTES]
+            with self._writing.index.read() as connection:
+                near = windows.neighbours(connection, anchor, path)
+            if any(row.path.startswith(path) and row.start <= start for row in near):
+                continue
+            key = extend(anchor, path)
+            tokens = path[(start - border) * TOKEN_BYTES :]
+            header = FrameHeader(Kind.WINDOW, key, anchor, start, tokens, cells.layout.pack())
+            plain = _framed(header, [cells], start - first, end - first)
+            value = codec.encode(plain)
+            row = NewWindow(key, anchor, path, start, end - start, blob_id(plain.data), len(value), plain.size)
+            self._batches.add(NewEntry(row, value))
+            for shorter in near:
+                # A tail that has grown. One with the same path is found by its key.
+                if path.startswith(shorter.path) and path != shorter.path and shorter.start >= start:
+                    self._batches.replace(shorter)
+
+    def _recurrent(self, recurrent: Recurrent, pos: int) -> None:
+        if recurrent.pos != pos - 1:
+            raise UnknownLayout(f"the recurrent tensors are those of position {recurrent.pos}, not of {pos - 1}")
+        width = planes.run_width(recurrent.data.size)
+
+        def framed(prefix: PrefixHash, anchor: PrefixHash, path: bytes) -> Bytes:
+            start = pos - len(path) // TOKEN_BYTES
+            header = FrameHeader(Kind.RECURRENT, prefix, anchor, start, path, bytes([width]))
+            plain, payload = frame.allocate(header, recurrent.data.size)
+            planes.split_run(recurrent.data, payload)
+            return plain
+
+        self._checkpoint(Kind.RECURRENT, pos, framed)
+
+    def _wholes(self, data: Bytes, form: Form, taken: Sequence[Point]) -> None:
         if form is not Form.SEQUENCE:
             raise UnknownLayout("a memory that can't be parsed is kept in the sequence form only")
-        anchor = self._borders[-1]
-        path = self._tokens[(len(self._borders) - 1) * self._size :]
+        if self._memory.kind is MemoryKind.UNKNOWN:
+            # Of another kind's memory the checkpoints lack what can't be told apart here.
+            for point in taken:
+                self._pause()
+                self._whole(point.data, point.pos)
+        self._whole(data, self._prompt.n_tokens)
+        self._batches.saved.opaque = True
+
+    def _whole(self, data: Bytes, pos: int) -> None:
+        tokens = self._prompt.tokens[: pos * TOKEN_BYTES]
+
+        def framed(prefix: PrefixHash, anchor: PrefixHash, path: bytes) -> Bytes:
+            header = FrameHeader(Kind.OPAQUE, prefix, self._borders[0], 0, tokens, b"")
+            if header.size + data.size > frame.MAX_FRAME_BYTES:
+                raise TooLarge(f"a whole state of {data.size} bytes doesn't fit into one blob of {frame.MAX_FRAME_BYTES}")
+            plain, payload = frame.allocate(header, data.size)
+            payload[:] = data
+            return plain
+
+        self._checkpoint(Kind.OPAQUE, pos, framed)
+
+    def _checkpoint(self, kind: Kind, pos: int, framed: Callable[[PrefixHash, PrefixHash, bytes], Bytes]) -> None:
+        """File what `framed` makes, given prefix hash, anchor and path, under a position, unless it is there."""
+        slot, inside = divmod(pos, self._block_tokens)
+        anchor, path = self._borders[slot], self._prompt.rest(slot)[: inside * TOKEN_BYTES]
         prefix = prefix_of(anchor, path)
-        pos = len(self._tokens) // TOKEN_BYTES
         with self._writing.index.read() as connection:
-            known = checkpoints.find(connection, Kind.OPAQUE, 0, pos, prefix)
-        if known is not None:
-            if (known.anchor, known.path) == (anchor, path):
-                return
-            # Damaged, so that no walk finds it.
-            self._batch.replaced.append(known)
-        header = FrameHeader(Kind.OPAQUE, prefix, self._borders[0], 0, self._tokens, b"")
-        if header.size + data.size > frame.MAX_FRAME_BYTES:
-            raise TooLarge(f"a whole state of {data.size} bytes doesn't fit into one blob of {frame.MAX_FRAME_BYTES}")
-        plain, payload = frame.allocate(header, data.size)
-        payload[:] = data
-        value = codec.encode(plain)
-        row = NewCheckpoint(Kind.OPAQUE, 0, pos, prefix, anchor, path, blob_id(plain.data), len(value), plain.size)
-        del plain, payload  # as large as the state; not needed while the disk is waited for
-        self._saved.opaque = True
-        self._protected.add(prefix)
-        self._queue(NewEntry(row, value))
-        self._commit()
-
-    def _queue(self, entry: NewEntry) -> None:
-        footprint = budget.footprint(len(entry.value))
-        if self._batch.entries and self._batch.size + footprint > min(BATCH_BYTES, budget.largest(self._writing.blobs) // 4):
-            self._commit()
-        self._batch.entries.append(entry)
-        self._batch.size += footprint
-
-    def _commit(self) -> None:
-        batch, self._batch = self._batch, _Batch()
-        if not batch.entries:
+            known = checkpoints.find(connection, kind, self._seq_id, pos, prefix)
+        if known is not None and (known.anchor, known.path) == (anchor, path):
+            self._batches.protect(prefix)
             return
-        batch.replaced += self._in_the_way(batch)
-        self._saved.evicted += len(budget.make_room(self._writing, batch.size, self._protected))
-        self._add(batch)
-        self._saved.written += len(batch.entries)
-        self._saved.written_bytes += sum(len(entry.value) for entry in batch.entries)
+        plain = framed(prefix, anchor, path)
+        value = codec.encode(plain)
+        row = NewCheckpoint(kind, self._seq_id, pos, prefix, anchor, path, blob_id(plain.data), len(value), plain.size)
+        del plain  # as large as the state; not needed while the disk is waited for
+        self._batches.add(NewEntry(row, value))
+        if known is not None:
+            # Damaged, so that no look-up finds it.
+            self._batches.replace(known)
 
-    def _in_the_way(self, batch: _Batch) -> list[Node]:
-        """Damaged rows that the walk passed over, and that still have the keys of new nodes.
-
-        Raises:
-            UnknownLayout: one is sound, but of other tokens that hash alike. What stands on it would stand on the new one.
-        """
-        new = {entry.row.key: entry.row for entry in batch.entries if isinstance(entry.row, NewNode)}
-        with self._writing.index.read() as connection, self._writing.blobs.read() as blobs:
-            found = nodes.by_keys(connection, list(new))
-            for key, node in found.items():
-                if not _is_same(node, new[key]) and is_sound(blobs.get(node.blob), node):
-                    raise UnknownLayout(f"another entry already has the key of the node at position {new[key].start}")
-        return list(found.values())
-
-    def _add(self, batch: _Batch) -> None:
-        """Store a batch. Free pages can be in the wrong places: then evict more, and try again."""
-        for attempt in range(1, _TRIES + 1):
-            try:
-                self._writing.add(self._space.id, batch.entries, batch.replaced)
-                return
-            except MapFull:
-                if attempt == _TRIES:
-                    raise
-                self._writing.blobs.settle()
-                evicted = budget.make_room(self._writing, batch.size * (attempt + 1), self._protected)
-                self._saved.evicted += len(evicted)
+    def _thin(self) -> None:
+        """Checkpoints of this chat that are too many: a spread over its whole length remains."""
+        with self._writing.index.read() as connection:
+            found = list(along(connection, self._prompt, self._seq_id))[::-1]
+        drop = points.surplus(
+            [point.pos for point in found],
+            [point.stored_bytes for point in found],
+            points.MAX_POINTS,
+            int(budget.largest(self._writing.blobs) * POINTS_SHARE),
+        )
+        if drop:
+            self._writing.remove([found[i] for i in drop])
 
 
-def _is_same(one: NewNode, other: NewNode) -> bool:
-    """Whether two rows speak of the same tokens behind the same parent."""
-    return (one.parent, one.start, one.tokens) == (other.parent, other.start, other.tokens)
+def _framed(header: FrameHeader, caches: Sequence[Cells], first: int, end: int) -> Bytes:
+    """A plain frame with the cells `first` to `end - 1` of each cache."""
+    sizes = [planes.payload_bytes(cells.layout, end - first) for cells in caches]
+    plain, payload = frame.allocate(header, sum(sizes))
+    at = 0
+    for cells, size in zip(caches, sizes, strict=True):
+        arrays = tuple(array[:, first:end, :] for array in cells.arrays)
+        planes.split(cells.layout, arrays, payload[at : at + size])
+        at += size
+    return plain
 
 
-def _in_order(state: State, n_tokens: int) -> State:
-    """The state with its cells in the order of their positions.
+def _in_order(cells: Cells, n_tokens: int) -> Cells:
+    """The cells in the order of their positions.
 
     Cells are taken by their position, never by their place: after a cut-back or a shift llama.cpp fills holes.
 
     Raises:
         UnknownLayout: the cells aren't exactly the positions 0 to n_tokens - 1.
     """
-    order = np.argsort(state.positions, kind="stable")
-    if not np.array_equal(state.positions[order], np.arange(n_tokens)):
-        found = f"{state.positions.size} cells from {state.positions.min()} to {state.positions.max()}"
+    order = np.argsort(cells.positions, kind="stable")
+    if not np.array_equal(cells.positions[order], np.arange(n_tokens)):
+        found = f"{cells.positions.size} cells from {cells.positions.min()} to {cells.positions.max()}"
         raise UnknownLayout(f"the state should hold the positions 0 to {n_tokens - 1}, it holds {found}")
-    if np.array_equal(order, np.arange(n_tokens)):
-        return state
-    arrays: tuple[Bytes, ...] = tuple(array[:, order, :] for array in state.arrays)
-    return State(state.layout, state.positions[order], arrays)
+    return _taken(cells, order)
+
+
+def _last_run(cells: Cells, end: int) -> Cells:
+    """The unbroken run of positions that ends before `end`, in order.
+
+    A ring of cells keeps some that the window has left, with gaps where others were written over.
+
+    Raises:
+        UnknownLayout: there are positions behind, or twice, or the last one is missing.
+    """
+    order = np.argsort(cells.positions, kind="stable")
+    positions = cells.positions[order]
+    if positions[-1] != end - 1 or (np.diff(positions) == 0).any():
+        raise UnknownLayout(f"the window should end at position {end - 1}, it ends at {positions[-1]}")
+    breaks = np.flatnonzero(np.diff(positions) != 1)
+    return _taken(cells, order[breaks[-1] + 1 :] if breaks.size else order)
+
+
+def _taken(cells: Cells, order: "np.typing.NDArray[np.intp]") -> Cells:
+    if np.array_equal(order, np.arange(len(cells.positions))):
+        return cells
+    return Cells(cells.layout, cells.positions[order], tuple(array[:, order, :] for array in cells.arrays))

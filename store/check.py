@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from kvkeep.store import checkpoints, namespaces, nodes, rows
+from kvkeep.store import checkpoints, namespaces, nodes, rows, windows
 from kvkeep.store.blobs import BlobReader
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import IntegrityError, MissingBlob
@@ -46,7 +46,7 @@ def check(repository: Repository, *, data: bool = True) -> list[Finding]:
         all_nodes = sorted(nodes.every(snapshot.connection), key=lambda node: node.start)
         points = list(checkpoints.every(snapshot.connection))
         findings = list(_structure(all_nodes, roots))
-        entries: list[Entry] = [*all_nodes, *points]
+        entries: list[Entry] = [*all_nodes, *windows.every(snapshot.connection), *points]
         findings += _blobs(entries, snapshot.blobs, data)
         named = {entry.blob for entry in entries}
         findings += [_garbage(name) for name in snapshot.blobs.ids() if name not in named]

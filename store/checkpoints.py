@@ -1,12 +1,12 @@
 """Rows of `checkpoint`: states that hold for exactly one position. Key: (seq_id, pos, prefix hash)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, select
 
-from kvkeep.store.frame import Kind
+from kvkeep.store.frame import TOKEN_BYTES, Kind
 from kvkeep.store.hashing import BlobId, PrefixHash
 from kvkeep.store.schema import MANY, checkpoint
 
@@ -60,20 +60,49 @@ _FIELDS = (
     checkpoint.c.namespace_id,
     checkpoint.c.used,
 )
-_BY_ANCHORS = (
-    select(*_FIELDS)
+_ANCHORS = (
+    select(checkpoint.c.anchor)
     .where(checkpoint.c.anchor.in_(bindparam("anchors", expanding=True)), checkpoint.c.seq_id == bindparam("seq"))
-    .order_by(checkpoint.c.pos.desc())
+    .distinct()
 )
+_AT = select(*_FIELDS).where(checkpoint.c.anchor == bindparam("anchor"), checkpoint.c.seq_id == bindparam("seq"))
+_DEEPEST = _AT.where(checkpoint.c.path <= bindparam("path")).order_by(checkpoint.c.path.desc(), checkpoint.c.id).limit(1)
+_SAME_PATH = _AT.where(checkpoint.c.path == bindparam("path")).order_by(checkpoint.c.id)
+_OLDEST = select(*_FIELDS).order_by(checkpoint.c.used, checkpoint.c.pos.desc()).limit(bindparam("count"))
 
 
-def by_anchors(connection: Connection, anchors: Sequence[PrefixHash], seq_id: int) -> list[Checkpoint]:
-    """Checkpoints of a sequence at any of these block borders, highest position first."""
-    found: list[Checkpoint] = []
-    for first in range(0, len(anchors), MANY):
-        rows = connection.execute(_BY_ANCHORS, {"anchors": anchors[first : first + MANY], "seq": seq_id})
-        found += [_checkpoint(row) for row in rows]
-    return sorted(found, key=lambda point: point.pos, reverse=True)
+def anchors(connection: Connection, borders: Sequence[PrefixHash], seq_id: int) -> set[PrefixHash]:
+    """Those of the block borders behind which this sequence has checkpoints."""
+    found: set[PrefixHash] = set()
+    for first in range(0, len(borders), MANY):
+        rows = connection.execute(_ANCHORS, {"anchors": borders[first : first + MANY], "seq": seq_id})
+        found.update(PrefixHash(anchor) for (anchor,) in rows)
+    return found
+
+
+def at(connection: Connection, anchor: PrefixHash) -> list[Checkpoint]:
+    """Every checkpoint behind a block border, of any sequence."""
+    return [_checkpoint(row) for row in connection.execute(select(*_FIELDS).where(checkpoint.c.anchor == anchor))]
+
+
+def along(connection: Connection, anchor: PrefixHash, rest: bytes, seq_id: int) -> Iterator[Checkpoint]:
+    """Checkpoints whose paths are a beginning of `rest`, the deepest first.
+
+    However many chats part at this anchor: all beginnings of a string stand below it in byte order, and from any other
+    string that is met between them one can jump to what the two have in common.
+    """
+    values: dict[str, Any] = {"anchor": anchor, "seq": seq_id, "path": rest}
+    while (row := connection.execute(_DEEPEST, values).first()) is not None:
+        path: bytes = row.path
+        if rest.startswith(path):
+            for same in connection.execute(_SAME_PATH, values | {"path": path}):
+                yield _checkpoint(same)
+            if not path:
+                return
+            values["path"] = path[:-TOKEN_BYTES]
+        else:
+            common = next(i for i, (mine, theirs) in enumerate(zip(path, rest, strict=False)) if mine != theirs)
+            values["path"] = rest[: common // TOKEN_BYTES * TOKEN_BYTES]
 
 
 def find(connection: Connection, kind: Kind, seq_id: int, pos: int, prefix: PrefixHash) -> Checkpoint | None:
@@ -87,8 +116,7 @@ def find(connection: Connection, kind: Kind, seq_id: int, pos: int, prefix: Pref
 
 def oldest(connection: Connection, count: int) -> list[Checkpoint]:
     """Least recently used first."""
-    rows = connection.execute(select(*_FIELDS).order_by(checkpoint.c.used).limit(count))
-    return [_checkpoint(row) for row in rows]
+    return [_checkpoint(row) for row in connection.execute(_OLDEST, {"count": count})]
 
 
 def every(connection: Connection) -> Iterable[Checkpoint]:

@@ -2,5 +2,6 @@
 
 from kvkeep.store.checkpoints import Checkpoint
 from kvkeep.store.nodes import Node
+from kvkeep.store.windows import Window
 
-Entry = Node | Checkpoint
+Entry = Node | Window | Checkpoint

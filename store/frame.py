@@ -33,6 +33,10 @@ class Kind(IntEnum):
     """Keys and values of a run of tokens, cut so that any first part of it can be used alone."""
     OPAQUE = 2
     """A whole llama.cpp state of a memory that the parser doesn't know; holds for exactly one position."""
+    WINDOW = 3
+    """Keys and values of a sliding window's layers, for the last tokens of a run; cut like a block."""
+    RECURRENT = 4
+    """Recurrent tensors; hold for exactly one position."""
 
 
 @dataclass(frozen=True, slots=True)

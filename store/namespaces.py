@@ -5,11 +5,11 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from sqlalchemy import Connection, RowMapping, func, insert, select, update
+from sqlalchemy import Connection, RowMapping, Table, func, insert, select, update
 
 from kvkeep.store.errors import IntegrityError
 from kvkeep.store.hashing import Fingerprint
-from kvkeep.store.schema import checkpoint, namespace, node
+from kvkeep.store.schema import checkpoint, namespace, node, window
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Usage:
     blocks: int
     tails: int
     checkpoints: int
+    windows: int
     tokens: int
     stored_bytes: int
     plain_bytes: int
@@ -97,7 +98,7 @@ def any_other(connection: Connection, fingerprint: Fingerprint) -> bool:
     """Whether the store holds anything of another namespace."""
     return any(
         connection.execute(select(table.c.id).join(namespace).where(namespace.c.fingerprint != fingerprint).limit(1)).first()
-        for table in (node, checkpoint)
+        for table in (node, window, checkpoint)
     )
 
 
@@ -123,13 +124,8 @@ def _usage(connection: Connection, row: RowMapping) -> Usage:
             func.coalesce(func.sum(node.c.plain_bytes), 0),
         ).where(node.c.namespace_id == row["id"])
     ).one()
-    points = connection.execute(
-        select(
-            func.count(),
-            func.coalesce(func.sum(checkpoint.c.stored_bytes), 0),
-            func.coalesce(func.sum(checkpoint.c.plain_bytes), 0),
-        ).where(checkpoint.c.namespace_id == row["id"])
-    ).one()
+    points = _count(connection, checkpoint, row["id"])
+    windows = _count(connection, window, row["id"])
     return Usage(
         fingerprint=Fingerprint(row["fingerprint"]),
         label=row["label"],
@@ -137,12 +133,23 @@ def _usage(connection: Connection, row: RowMapping) -> Usage:
         blocks=int(nodes[1]),
         tails=int(nodes[0] - nodes[1]),
         checkpoints=int(points[0]),
+        windows=int(windows[0]),
         tokens=int(nodes[2]),
-        stored_bytes=int(nodes[3] + points[1]),
-        plain_bytes=int(nodes[4] + points[2]),
+        stored_bytes=int(nodes[3] + points[1] + windows[1]),
+        plain_bytes=int(nodes[4] + points[2] + windows[2]),
         created=row["created"],
         used=row["used"],
     )
+
+
+def _count(connection: Connection, table: Table, namespace_id: int) -> tuple[int, int, int]:
+    """Rows, stored bytes and plain bytes of a namespace in a table."""
+    found = connection.execute(
+        select(
+            func.count(), func.coalesce(func.sum(table.c.stored_bytes), 0), func.coalesce(func.sum(table.c.plain_bytes), 0)
+        ).where(table.c.namespace_id == namespace_id)
+    ).one()
+    return int(found[0]), int(found[1]), int(found[2])
 
 
 def _namespace(row: RowMapping) -> Namespace:

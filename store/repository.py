@@ -22,15 +22,12 @@ from sqlalchemy import Connection
 
 from kvkeep.store import namespaces, rows, settings
 from kvkeep.store.blobs import BlobReader, BlobStore
-from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
 from kvkeep.store.engine import Index
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import MapFull, NotARoot, StoreClosed, UsageError
 from kvkeep.store.hashing import BlobId
 from kvkeep.store.locks import SharedLock, exclusive
-from kvkeep.store.nodes import NewNode, Node
-from kvkeep.store.schema import checkpoint as checkpoint_table
-from kvkeep.store.schema import node as node_table
+from kvkeep.store.rows import NewRow
 from kvkeep.store.verify import is_sound
 
 INDEX_FILE = "index.sqlite3"
@@ -64,7 +61,7 @@ WRITE_SECONDS = 20.0
 class NewEntry:
     """A row to be, with the value that its blob will have."""
 
-    row: NewNode | NewCheckpoint
+    row: NewRow
     value: bytes
 
 
@@ -93,16 +90,15 @@ class Writing:
         with self.index.write() as connection:
             new = [entry.row for entry in entries]
             # Removed first: a new row may have the key of the one that it replaces.
-            _forget(connection, replacing)
-            rows.add(connection, node_table, namespace_id, (row for row in new if isinstance(row, NewNode)))
-            rows.add(connection, checkpoint_table, namespace_id, (row for row in new if isinstance(row, NewCheckpoint)))
+            rows.remove(connection, replacing)
+            rows.add(connection, namespace_id, new)
             orphans = _unnamed(connection, replacing)
         self._delete(orphans)
 
     def remove(self, entries: Sequence[Entry]) -> None:
         """Remove entries, and the blobs that no other row names."""
         with self.index.write() as connection:
-            _forget(connection, entries)
+            rows.remove(connection, entries)
             orphans = _unnamed(connection, entries)
         self._delete(orphans)
 
@@ -137,16 +133,6 @@ class Writing:
                 # A really full map can't delete at once.
                 self.blobs.settle()
                 self.blobs.delete(names)
-
-
-def _forget(connection: Connection, entries: Sequence[Entry]) -> None:
-    """Delete rows.
-
-    A row that went meanwhile is passed over: SQLite has given its id to another one by now.
-    """
-    present = [entry for entry in entries if rows.is_there(connection, entry)]
-    rows.remove(connection, node_table, [entry.id for entry in present if isinstance(entry, Node)])
-    rows.remove(connection, checkpoint_table, [entry.id for entry in present if isinstance(entry, Checkpoint)])
 
 
 def _unnamed(connection: Connection, entries: Sequence[Entry]) -> list[BlobId]:

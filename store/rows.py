@@ -1,4 +1,4 @@
-"""What rows of `node` and `checkpoint` have in common: a namespace, a blob, sizes and recency."""
+"""What rows of `node`, `window` and `checkpoint` have in common: a namespace, a blob, sizes and recency."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -7,12 +7,24 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, bindparam, delete, insert, select, update
 
+from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
 from kvkeep.store.entry import Entry
 from kvkeep.store.hashing import BlobId
-from kvkeep.store.nodes import Node
-from kvkeep.store.schema import MANY, checkpoint, node
+from kvkeep.store.nodes import NewNode, Node
+from kvkeep.store.schema import MANY, checkpoint, node, window
+from kvkeep.store.windows import NewWindow, Window
 
-TABLES: tuple[Table, ...] = (node, checkpoint)
+NewRow = NewNode | NewWindow | NewCheckpoint
+
+TABLES: tuple[Table, ...] = (node, window, checkpoint)
+_TABLE_OF: dict[type, Table] = {
+    NewNode: node,
+    Node: node,
+    NewWindow: window,
+    Window: window,
+    NewCheckpoint: checkpoint,
+    Checkpoint: checkpoint,
+}
 
 _TOUCH = {
     table.name: update(table).where(table.c.id == bindparam("row")).values(used=bindparam("now"), hits=table.c.hits + 1)
@@ -20,14 +32,16 @@ _TOUCH = {
 }
 
 
-def add(connection: Connection, table: Table, namespace_id: int, entries: Iterable[Any]) -> None:
-    """Insert dataclasses whose fields are the table's columns."""
+def add(connection: Connection, namespace_id: int, new: Iterable[NewRow]) -> None:
+    """Insert rows; their fields are the columns."""
     now = time.time()
-    rows: list[dict[str, Any]] = []
-    for entry in entries:
-        rows.append(asdict(entry) | {"namespace_id": namespace_id, "created": now, "used": now})
-    if rows:
-        connection.execute(insert(table), rows)
+    values: dict[str, list[dict[str, Any]]] = {}
+    for row in new:
+        columns = asdict(row) | {"namespace_id": namespace_id, "created": now, "used": now}
+        values.setdefault(table_of(row).name, []).append(columns)
+    for table in TABLES:
+        if table.name in values:
+            connection.execute(insert(table), values[table.name])
 
 
 def is_there(connection: Connection, entry: Entry) -> bool:
@@ -37,13 +51,23 @@ def is_there(connection: Connection, entry: Entry) -> bool:
     return connection.execute(found).first() is not None
 
 
-def table_of(entry: Entry) -> Table:
-    return node if isinstance(entry, Node) else checkpoint
+def table_of(entry: Entry | NewRow) -> Table:
+    """The table that an entry has, or will have, its row in."""
+    return _TABLE_OF[type(entry)]
 
 
-def remove(connection: Connection, table: Table, ids: Sequence[int]) -> None:
-    for first in range(0, len(ids), MANY):
-        connection.execute(delete(table).where(table.c.id.in_(ids[first : first + MANY])))
+def remove(connection: Connection, entries: Sequence[Entry]) -> None:
+    """Delete rows.
+
+    A row that went meanwhile is passed over: SQLite has given its id to another one by now.
+    """
+    ids: dict[str, list[int]] = {table.name: [] for table in TABLES}
+    for entry in entries:
+        if is_there(connection, entry):
+            ids[table_of(entry).name].append(entry.id)
+    for table in TABLES:
+        for first in range(0, len(ids[table.name]), MANY):
+            connection.execute(delete(table).where(table.c.id.in_(ids[table.name][first : first + MANY])))
 
 
 def touch(connection: Connection, table: Table, ids: Iterable[int], now: float) -> None:

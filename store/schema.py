@@ -16,7 +16,7 @@ from sqlalchemy import (
 
 # The revision that these tables belong to. Alembic revisions are named after the release that brought them. Written
 # here too, so that opening an up-to-date root needn't import alembic; a test compares the two.
-REVISION = "0.1.0"
+REVISION = "0.2.0"
 
 # SQLite allows 32,766 variables in one statement; longer lists are asked for in pieces of this.
 MANY = 10_000
@@ -78,6 +78,29 @@ node = Table(
     Index(None, "namespace_id"),
 )
 
+window = Table(
+    "window",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("namespace_id", ForeignKey("namespace.id"), nullable=False),
+    Column("key", LargeBinary(32), nullable=False, unique=True, comment="prefix hash after the last token, from the anchor"),
+    Column("anchor", LargeBinary(32), nullable=False, comment="prefix hash at the block border at or below the first token"),
+    Column("path", LargeBinary, nullable=False, comment="tokens from the anchor through the last token, int32 little-endian"),
+    Column("start", Integer, nullable=False, comment="position of the first token that it has"),
+    Column("n_tokens", Integer, nullable=False, comment="the last ones of path"),
+    Column("blob", LargeBinary(32), nullable=False),
+    Column("stored_bytes", BigInteger, nullable=False),
+    Column("plain_bytes", BigInteger, nullable=False),
+    Column("created", REAL, nullable=False),
+    Column("used", REAL, nullable=False),
+    Column("hits", Integer, nullable=False, server_default="0"),
+    Index(None, "anchor", "path"),
+    Index(None, "used"),
+    Index(None, "blob"),
+    Index(None, "namespace_id"),
+    comment="keys and values of the layers that need only the last positions; beside the nodes of the same tokens",
+)
+
 checkpoint = Table(
     "checkpoint",
     metadata,
@@ -96,7 +119,8 @@ checkpoint = Table(
     Column("used", REAL, nullable=False),
     Column("hits", Integer, nullable=False, server_default="0"),
     UniqueConstraint("seq_id", "pos", "prefix", "kind"),
-    Index(None, "anchor"),
+    # Those taken on a given path are found one after the other, from the deepest up, as nodes are.
+    Index(None, "anchor", "path"),
     Index(None, "used"),
     Index(None, "blob"),
     Index(None, "namespace_id"),

@@ -1,11 +1,13 @@
 """Trust nothing that was read from disk: the one border that every blob crosses before it is used."""
 
 from kvkeep.store import codec, frame
+from kvkeep.store.checkpoints import Checkpoint
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import HashMismatch, IntegrityError, MissingBlob
-from kvkeep.store.frame import Bytes, FrameHeader, Kind
-from kvkeep.store.hashing import blob_id, extend
+from kvkeep.store.frame import TOKEN_BYTES, Bytes, FrameHeader, Kind
+from kvkeep.store.hashing import PrefixHash, blob_id, extend, prefix_of
 from kvkeep.store.nodes import Node
+from kvkeep.store.windows import Window
 
 
 def verified(value: memoryview | None, entry: Entry) -> tuple[FrameHeader, Bytes]:
@@ -28,8 +30,10 @@ def verified(value: memoryview | None, entry: Entry) -> tuple[FrameHeader, Bytes
     header, payload = frame.unpack(plain)
     if not _belongs(header, entry):
         raise HashMismatch(f"blob {entry.blob.hex()[:16]} belongs to another entry than the row at position {_position(entry)}")
-    if isinstance(entry, Node) and extend(entry.parent, entry.tokens) != entry.key:
-        raise HashMismatch(f"the row at position {entry.start} doesn't hash to its key: its tokens or its parent are damaged")
+    if _key_of(entry) != _hashed(entry):
+        raise HashMismatch(
+            f"the row at position {_position(entry)} doesn't hash to its key: its tokens, or what it stands on, are damaged"
+        )
     return header, payload
 
 
@@ -44,19 +48,33 @@ def is_sound(value: memoryview | None, entry: Entry) -> bool:
 
 def _belongs(header: FrameHeader, entry: Entry) -> bool:
     """Whether a frame is the one that a row speaks of."""
+    found = (header.kind, header.key, header.start, header.n_tokens)
+    match entry:
+        case Node():
+            # The number of tokens too: `tokens` of a row that claims more than its path has are all of the path.
+            wanted = (Kind.BLOCK, entry.key, entry.start, entry.n_tokens)
+            return found == wanted and (header.parent, header.tokens) == (entry.parent, entry.tokens)
+        case Window():
+            wanted = (Kind.WINDOW, entry.key, entry.start, entry.n_tokens)
+            return found == wanted and (header.parent, header.tokens) == (entry.anchor, entry.tokens)
+    n_path = len(entry.path) // TOKEN_BYTES
+    if entry.kind == Kind.RECURRENT:
+        wanted = (Kind.RECURRENT, entry.prefix, entry.pos - n_path, n_path)
+        return found == wanted and (header.parent, header.tokens) == (entry.anchor, entry.path)
+    wanted = (Kind.OPAQUE, entry.prefix, 0, entry.pos)
+    return entry.kind == Kind.OPAQUE and found == wanted and header.tokens.endswith(entry.path)
+
+
+def _key_of(entry: Entry) -> PrefixHash:
+    return entry.prefix if isinstance(entry, Checkpoint) else entry.key
+
+
+def _hashed(entry: Entry) -> PrefixHash:
+    """The key that a row's own tokens hash to."""
     if isinstance(entry, Node):
-        # The number of tokens too: `tokens` of a row that claims more than its path has are all of the path.
-        return (header.kind, header.key, header.parent, header.start, header.n_tokens, header.tokens) == (
-            Kind.BLOCK,
-            entry.key,
-            entry.parent,
-            entry.start,
-            entry.n_tokens,
-            entry.tokens,
-        )
-    same = (header.kind, header.key, header.start, header.n_tokens) == (entry.kind, entry.prefix, 0, entry.pos)
-    return same and header.tokens.endswith(entry.path)
+        return extend(entry.parent, entry.tokens)
+    return prefix_of(entry.anchor, entry.path)
 
 
 def _position(entry: Entry) -> int:
-    return entry.start if isinstance(entry, Node) else entry.pos
+    return entry.pos if isinstance(entry, Checkpoint) else entry.start

@@ -1,6 +1,7 @@
 """Fixtures: models, an empty root that is checked when its test ends, and no cache folder of the user's."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import models
@@ -47,7 +48,7 @@ def dense(model_folder: Path) -> str:
 @pytest.fixture(scope="session")
 def other_dense(model_folder: Path) -> str:
     """The same architecture and size with other weights."""
-    return models.build(model_folder / "other-dense.gguf", models.Recipe("llama", 3, models.DENSE.write, seed=1))
+    return models.build(model_folder / "other-dense.gguf", replace(models.DENSE, seed=1))
 
 
 @pytest.fixture(scope="session")
@@ -66,6 +67,42 @@ def window(model_folder: Path) -> str:
 def hybrid(model_folder: Path) -> str:
     """A tiny model with attention and short convolutions."""
     return models.build(model_folder / "hybrid.gguf", models.HYBRID)
+
+
+@pytest.fixture(scope="session")
+def hybrid_window(model_folder: Path) -> str:
+    """The same with a sliding window of 64."""
+    return models.build(model_folder / "hybrid-window.gguf", models.HYBRID_WINDOW)
+
+
+@pytest.fixture(scope="session")
+def recurrent(model_folder: Path) -> str:
+    """A tiny model with nothing but a recurrent state."""
+    return models.build(model_folder / "recurrent.gguf", models.RECURRENT)
+
+
+@pytest.fixture(scope="session")
+def falcon_h1(model_folder: Path) -> str:
+    """A tiny model with attention and a recurrent state in every layer."""
+    return models.build(model_folder / "falcon-h1.gguf", models.FALCON_H1)
+
+
+@pytest.fixture(scope="session")
+def mla(model_folder: Path) -> str:
+    """A tiny model that keeps keys and no values."""
+    return models.build(model_folder / "mla.gguf", models.MLA)
+
+
+@pytest.fixture(scope="session")
+def two_caches(model_folder: Path) -> str:
+    """A tiny model with a second cache, of keys by which cells are picked."""
+    return models.build(model_folder / "two-caches.gguf", models.TWO_CACHES)
+
+
+@pytest.fixture(scope="session")
+def opaque(model_folder: Path) -> str:
+    """A tiny model with a memory that only its own architecture has."""
+    return models.build(model_folder / "opaque.gguf", models.OPAQUE)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # Enough to tell any two models apart, short enough for a column.
 _SHORT_FINGERPRINT = 12
-_SUMS = ("blocks", "tails", "checkpoints", "tokens", "stored_bytes", "plain_bytes")
+_SUMS = ("blocks", "tails", "checkpoints", "windows", "tokens", "stored_bytes", "plain_bytes")
 
 
 @dataclass(frozen=True, slots=True)

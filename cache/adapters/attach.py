@@ -182,8 +182,9 @@ class Attachment:
             if llm.n_tokens == 0 and len(tokens) > 1:
                 tokens = tokens[self._session.settle(llm, tokens).length :]
             self._handed_over = True
-        with self._session.observe(llm, tokens):
-            self._wrapping.original(llm, "eval")(tokens)
+        for piece in self._session.pieces(llm, tokens):
+            with self._session.observe(llm, piece):
+                self._wrapping.original(llm, "eval")(piece)
 
     def _reset(self, llm: Any) -> None:
         if not self._inside:

@@ -13,8 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvkeep.cache.adapters.context import LiveContext
-from kvkeep.cache.layout import Bytes, MemoryKind
+from kvkeep.cache.layout import Bytes
 from kvkeep.cache.ledger import Ledger
+from kvkeep.cache.memory import MemoryKind
+from kvkeep.cache.points import MAX_BYTES, Point, Points
+from kvkeep.store.errors import StateRefused
 
 Tokens = npt.NDArray[np.int32]
 
@@ -27,6 +30,7 @@ class LiveSequence:
     def __init__(self, llm: Any) -> None:
         self.context = LiveContext(llm)
         self._ledger = Ledger(llm.n_ctx())
+        self.points = Points()
         # What was decoded before anybody looked stays unknown: input_ids may show stale numbers where an image is.
         self._count = self.context.decoded_count()
 
@@ -44,14 +48,19 @@ class LiveSequence:
             # n_tokens promises more than the memory holds, as a refused load_state leaves it. (Positions of images are
             # another matter: with M-RoPE many share one, so only text is held to this.)
             self.empty(llm)
-        self._ledger.cut(llm.n_tokens)
+        self._forget(llm.n_tokens)
+
+    def _forget(self, length: int) -> None:
+        """Positions from `length` on are gone, or nobody knows what they hold."""
+        self._ledger.cut(length)
+        self.points.cut(length)
 
     def _notice_foreign_decodes(self) -> None:
         """Forget what was known if anybody but `eval` has decoded since: an image, an embedding, the C API."""
         count = self.context.decoded_count()
         if count != self._count:
             self._count = count
-            self._ledger.cut(0)
+            self._forget(0)
 
     @contextmanager
     def resetting_timings(self) -> Iterator[None]:
@@ -61,22 +70,62 @@ class LiveSequence:
         self._count = self.context.decoded_count()
 
     def usable_prefix(self, llm: Any, prompt: Tokens) -> int:
-        """How many tokens of the prompt the context can give: known, shared, and possible to cut back to.
+        """How many tokens of the prompt the context can give: known, shared, and possible to go back to.
 
         At most all but the last one, which must be decoded for its logits.
         """
         shared = self._ledger.common(prompt, min(llm.n_tokens, len(prompt) - 1))
-        return shared if shared > 0 and self.context.can_cut_to(shared) else 0
+        if shared > 0 and self.context.can_cut_to(shared):
+            return shared
+        point = self.points.best(shared)
+        return 0 if point is None else point.pos
 
     def cut(self, llm: Any, length: int) -> None:
-        """Cut back to `length`. Done here and not by the stock `generate`, which doesn't check what it cuts into."""
-        if length == 0 or not self.context.cut(length):
+        """Go back to `length`, as `usable_prefix` said. The context is empty if that fails.
+
+        Done here and not by the stock `generate`, which doesn't check what it cuts into.
+
+        Raises:
+            StateRefused: llama.cpp didn't take the checkpoint; the context is empty now.
+        """
+        if length == 0:
             self.empty(llm)
             return
+        try:
+            self._go_back(length)
+        except BaseException:
+            self.empty(llm, buffers=True)
+            raise
         if length < llm.n_tokens:
             llm._requires_eval = True
         llm.n_tokens = length
-        self._ledger.cut(length)
+        self._forget(length)
+
+    def _go_back(self, length: int) -> None:
+        if self.context.can_cut_to(length) and self.context.cut(length):
+            return
+        point = self.points.best(length)
+        if point is None or point.pos != length:
+            raise StateRefused(f"the context can't be cut back to {length} tokens, and no checkpoint was taken there")
+        self.context.roll_back(point.data, length)
+
+    def take_point(self, llm: Any, *, saved: bool = False) -> None:
+        """Take a checkpoint of what can't be cut, where the context stands now.
+
+        Args:
+            llm: the model.
+            saved: the store has it, or is about to.
+        """
+        pos = llm.n_tokens
+        trusted = self._ledger.proven and self.is_known(llm)
+        if not self.context.memory.needs_checkpoints or not trusted or pos == 0 or pos in self.points.positions:
+            return
+        if self.context.pos_max() != pos - 1 or self.context.point_bytes() > MAX_BYTES:
+            return
+        point = Point(pos, self.context.copy_point())
+        self.points.add(point)
+        if saved:
+            self.points.saved([point])
 
     def empty(self, llm: Any, *, buffers: bool = False) -> None:
         """Hold nothing.
@@ -88,9 +137,9 @@ class LiveSequence:
         """
         llm.n_tokens = 0
         llm._requires_eval = True
-        self._ledger.cut(0)
+        self._forget(0)
         # Recurrent states aren't masked but read, so there the buffers always go.
-        recurrent = self.context.kind not in (MemoryKind.ATTENTION, MemoryKind.WINDOW)
+        recurrent = self.context.memory.kind not in (MemoryKind.ATTENTION, MemoryKind.WINDOW)
         self.context.clear(buffers=buffers or recurrent)
 
     def load(self, llm: Any, state: Bytes, tokens: Tokens) -> None:
@@ -104,6 +153,8 @@ class LiveSequence:
             llm.input_ids[: len(tokens)] = tokens
             llm.n_tokens = len(tokens)
             llm._requires_eval = True
+            # Checkpoints below hold for the same tokens, whoever decoded what can be cut.
+            self.points.cut(self._ledger.common(tokens, len(tokens)))
             self._ledger.set(tokens, proven=True)
         except BaseException:
             # Interrupts too: nothing half loaded may stay.
@@ -131,17 +182,23 @@ class LiveSequence:
             # Waits for the device, so the seconds are those of the work and not of its submission.
             self._count = self.context.decoded_count()
             done = max(0, llm.n_tokens - at)
+            self.points.cut(at)
             self._ledger.extend(at, tokens[:done])
             outcome += [done, time.perf_counter() - began]
 
     def was_reset(self) -> None:
         """`Llama.reset` was called."""
-        self._ledger.cut(0)
+        self._forget(0)
 
     def was_loaded(self, llm: Any, *, proven: bool) -> None:
         """`Llama.load_state` was called. Whose state that was, nobody knows, unless it was one of ours."""
         complete = self.context.pos_max() == llm.n_tokens - 1
+        self.points.cut(0)
         self._ledger.set(llm.input_ids[: llm.n_tokens], proven=proven and complete)
+
+    def known_tokens(self) -> Tokens:
+        """The tokens of the context as far as they are known. A view."""
+        return self._ledger.tokens
 
     def keepable(self, llm: Any) -> Tokens:
         """The context's tokens, if every position is known and the memory ends exactly behind the last one; else none.
@@ -153,7 +210,7 @@ class LiveSequence:
         known = self._ledger.proven and n_tokens > 0 and len(self._ledger) == n_tokens
         if not known or not np.array_equal(self._ledger.tokens, llm.input_ids[:n_tokens]):
             return NO_TOKENS
-        if self.context.kind is MemoryKind.ATTENTION and self.context.pos_max() >= n_tokens:
+        if self.context.pos_max() >= n_tokens and self.context.can_cut_to(n_tokens):
             # An interrupt leaves the memory ahead of n_tokens, and logits that aren't those of its last token.
             self.context.cut(n_tokens)
             llm._requires_eval = True

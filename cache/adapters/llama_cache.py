@@ -11,9 +11,9 @@ from llama_cpp import LlamaState
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from kvkeep.cache.adapters.attach import Attachment, session_options
-from kvkeep.cache.layout import Form
 from kvkeep.cache.match import Match
 from kvkeep.cache.prefix_cache import PrefixCache
+from kvkeep.cache.state import Form
 from kvkeep.store.errors import KvkeepError, UsageError
 from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.repository import DEFAULT_CAPACITY
@@ -92,7 +92,7 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
     def _stored(self, cache: PrefixCache, tokens: list[int]) -> Match | None:
         found: Match | None = None
         with self._session.reporter.border("looking up a prompt"):
-            match = cache.match(tokens)
+            match = cache.match(tokens, form=Form.WHOLE)
             found = match if match.length else None
         return found
 
@@ -172,7 +172,7 @@ class StoredState(LlamaState):
         return self._cache.identity.fingerprint
 
     def _assembled(self) -> bytes:
-        if self._match.checkpoint is not None:
+        if self._match.is_opaque:
             raise KeyError(
                 "the state of this model's memory is kept in the sequence form only; load_state wants the whole form"
             )

@@ -21,10 +21,13 @@ import numpy as np
 
 from kvkeep.cache.adapters.identity import ingredients_of, label_of
 from kvkeep.cache.adapters.live import NO_TOKENS, LiveSequence, Tokens
+from kvkeep.cache.adapters.turns import UserTurns
 from kvkeep.cache.break_even import BreakEven
 from kvkeep.cache.fingerprint import Identification
-from kvkeep.cache.layout import Bytes, MemoryKind
+from kvkeep.cache.layout import Bytes
 from kvkeep.cache.match import Match, Reason, Source
+from kvkeep.cache.memory import MemoryKind
+from kvkeep.cache.points import Point, schedule
 from kvkeep.cache.prefix_cache import Identity, PrefixCache
 from kvkeep.cache.report import Reporter
 from kvkeep.cache.writer import Job, Writer
@@ -36,6 +39,14 @@ from kvkeep.store.repository import DefaultCapacity, Repository
 # How long a close waits for the model's hash: a first run of a large model should leave something behind, but nobody
 # waits minutes for a window to close.
 IDENTIFY_SECONDS = 10.0
+# Tokens between regular checkpoints, at least: what an edit in the middle of a prompt costs.
+MIN_STEP = 256
+# Regular checkpoints of one prompt, at most.
+MAX_REGULAR = 16
+# Copying a checkpoint may take this share of the time that decoding up to it takes...
+COPY_SHARE = 0.02
+# ... at this many bytes a second, which is slow.
+COPY_RATE = 2e9
 # Said even when the context itself could give the tokens: the person may want to do something about it.
 _WORTH_SAYING = {Reason.BELOW_BREAK_EVEN, Reason.DAMAGED, Reason.REFUSED, Reason.UNAVAILABLE}
 
@@ -63,6 +74,7 @@ class Session:
         self._live = LiveSequence(llm)
         self._lock = threading.RLock()
         self._kept: Tokens = NO_TOKENS
+        self._turns: UserTurns | None = None
         self._save_anyway = False
         self._identification: Identification | None = None
         # Saves wait until it is known whose they are.
@@ -100,9 +112,7 @@ class Session:
         repository = self.repository
         if repository is None:
             return
-        context = self._live.context
-        identity = Identity(fingerprint, label, fields, context.kind, context.v_trans, context.ext)
-        cache = PrefixCache(repository, identity)
+        cache = PrefixCache(repository, Identity(fingerprint, label, fields, self._live.context.memory))
         with self.reporter.border("reading what was measured before"):
             if (space := cache.namespace) is not None:
                 self.rates.prefill_rate = space.prefill_rate
@@ -154,12 +164,18 @@ class Session:
         usable = self._live.usable_prefix(llm, prompt)
         match = self._from_store(llm, prompt, usable)
         if match.source is Source.DISK:
+            self._live.take_point(llm, saved=True)
             return match
         # Looked at again: a refused state has emptied the context.
         usable = self._live.usable_prefix(llm, prompt)
-        self._live.cut(llm, usable)
+        try:
+            self._live.cut(llm, usable)
+        except StateRefused as error:
+            self.reporter.error("going back to a checkpoint", error)
+            return self._from_store(llm, prompt, 0)
         if usable == 0:
             return match
+        self._live.take_point(llm)
         reason = match.reason if match.reason in _WORTH_SAYING else Reason.FOUND
         return replace(match, length=usable, source=Source.LIVE, reason=reason)
 
@@ -240,6 +256,43 @@ class Session:
         decoded, seconds = outcome
         self.rates.prefilled(int(decoded), seconds)
 
+    def pieces(self, llm: Any, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
+        """Cut a prompt where checkpoints are to be taken, and take one behind each piece that has been decoded.
+
+        Not beyond sequences of one token, as generation has them, nor where every token's logits are wanted.
+        """
+        start, taken = llm.n_tokens, 0
+        for at in self._schedule(llm, tokens):
+            yield tokens[taken : at - start]
+            taken = at - start
+            if llm.n_tokens != at:
+                # Somebody else has moved the context meanwhile; decode the rest as it comes.
+                break
+            with self._lock, self.reporter.border("taking a checkpoint"):
+                self._live.take_point(llm)
+        yield tokens[taken:]
+
+    def _schedule(self, llm: Any, tokens: Sequence[int]) -> list[int]:
+        if len(tokens) < 2 or llm._logits_all or not self._live.context.memory.needs_checkpoints:
+            return []
+        positions: list[int] = []
+        with self._lock, self.reporter.border("planning checkpoints"):
+            self._live.refresh(llm)
+            if self._live.is_known(llm):
+                self._turns = self._turns or UserTurns(llm)
+                prompt = np.concatenate([self._live.known_tokens(), np.asarray(tokens, np.int32)])
+                positions = schedule(llm.n_tokens, len(prompt), self._turns.last(prompt), self._step(llm, len(tokens)))
+        return positions
+
+    def _step(self, llm: Any, n_tokens: int) -> int:
+        """Tokens between regular checkpoints: whole batches, not too many of them, and cheap beside decoding them."""
+        batch = min(llm.n_batch, llm.context_params.n_ubatch)
+        wanted = max(MIN_STEP, n_tokens // MAX_REGULAR)
+        if self.rates.prefill_rate is not None:
+            seconds = self._live.context.point_bytes() / COPY_RATE
+            wanted = max(wanted, int(seconds / COPY_SHARE * self.rates.prefill_rate))
+        return int(-(-wanted // batch) * batch)
+
     @contextmanager
     def resetting_timings(self) -> Iterator[None]:
         """Around a reset of llama.cpp's counters."""
@@ -277,17 +330,25 @@ class Session:
         tokens = self._live.keepable(llm)
         if len(tokens) == 0 or self._is_kept(tokens):
             return
-        cuttable = self._live.context.kind is MemoryKind.ATTENTION
+        context = self._live.context
         self._kept = tokens
-        if not cuttable and self.cache is not None and self._live.context.state_bytes() > self.cache.largest_bytes:
+        opaque = context.memory.kind is MemoryKind.UNKNOWN
+        if opaque and self.cache is not None and context.state_bytes() > self.cache.largest_bytes:
             self.reporter.dropped("a state is larger than the whole budget allows, and can't be cut")
             return
-        state = self._live.context.copy_state()
-        self._writer.submit(Job(lambda: self._save(tokens, state), tokens, state.nbytes, replaces=cuttable))
+        state = context.copy_state()
+        points = self._live.points.unsaved()
+        size = state.nbytes + sum(point.data.nbytes for point in points)
+        replaces = not context.memory.needs_checkpoints
+        self._writer.submit(Job(lambda: self._save(tokens, state, points), tokens, size, replaces=replaces))
+        self._live.points.saved(points)
+        self._live.take_point(llm, saved=True)
 
     def _is_kept(self, tokens: Tokens) -> bool:
         """Whether it was saved a moment ago, or the store has it already."""
-        cuttable = self._live.context.kind is MemoryKind.ATTENTION
+        if self._live.points.unsaved():
+            return False
+        cuttable = not self._live.context.memory.needs_checkpoints
         if np.array_equal(tokens, self._kept[: len(tokens)] if cuttable else self._kept):
             return True
         if self._save_anyway:
@@ -296,12 +357,12 @@ class Session:
             return False
         return self.cache is not None and self.cache.match(tokens).length == len(tokens)
 
-    def _save(self, tokens: Tokens, state: Bytes) -> None:
+    def _save(self, tokens: Tokens, state: Bytes, points: Sequence[Point]) -> None:
         """Runs in the writer's thread, or in that of whoever flushes."""
         cache = self.cache
         if cache is None:
             return
-        saved = cache.save(tokens, state, pause=self._writer.pause)
+        saved = cache.save(tokens, state, self._live.context.form, points=points, pause=self._writer.pause)
         self.reporter.saved(saved.written_bytes, saved.evicted)
         with self.reporter.border("noting what was measured and used"):
             cache.measured(self.rates.prefill_rate, self.rates.restore_rate)

@@ -1,0 +1,195 @@
+"""The largest position at which a context can be rebuilt: where all parts of the model's memory exist.
+
+attention caches     nodes cover everything below the position
+a window             rows cover the window below it
+recurrent tensors    there is a checkpoint at exactly this position
+anything else        there is a whole state of exactly this position
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvkeep.cache import radix
+from kvkeep.cache.match import Step, WindowStep
+from kvkeep.cache.memory import Memory, Window
+from kvkeep.store import checkpoints, windows
+from kvkeep.store.checkpoints import Checkpoint
+from kvkeep.store.engine import Connection
+from kvkeep.store.frame import TOKEN_BYTES, Kind
+from kvkeep.store.hashing import BlobId, PrefixHash, prefix_of
+from kvkeep.store.windows import Window as WindowRow
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt, as the index is asked for it.
+
+    Attributes:
+        tokens: little-endian int32.
+        borders: prefix hashes at 0, B, 2B, ... of them; the first one is the fingerprint.
+        block_tokens: B.
+    """
+
+    tokens: bytes
+    borders: Sequence[PrefixHash]
+    block_tokens: int
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    def rest(self, slot: int) -> bytes:
+        """Its tokens from a block border to the next one."""
+        size = self.block_tokens * TOKEN_BYTES
+        return self.tokens[slot * size : (slot + 1) * size]
+
+
+class RestorePoint(NamedTuple):
+    """A position at which a context can be rebuilt, and from what.
+
+    Attributes:
+        length: tokens before it.
+        steps: nodes for the attention caches.
+        windows: rows for the window, lowest first.
+        checkpoint: recurrent tensors, or a whole state.
+    """
+
+    length: int
+    steps: tuple[Step, ...] = ()
+    windows: tuple[WindowStep, ...] = ()
+    checkpoint: Checkpoint | None = None
+
+
+NOWHERE = RestorePoint(0)
+
+
+def find(
+    connection: Connection,
+    prompt: Prompt,
+    memory: Memory,
+    *,
+    seq_id: int = 0,
+    whole_window: bool = False,
+    without: Collection[BlobId] = (),
+) -> RestorePoint:
+    """The largest restore point within a prompt.
+
+    Args:
+        connection: a read transaction.
+        prompt: the tokens.
+        memory: the parts that must be there.
+        seq_id: the sequence whose checkpoints count.
+        whole_window: take all of the windowed cache that is stored, not only what the window needs.
+        without: blobs that are known to be damaged.
+    """
+    steps = radix.walk(connection, prompt.borders, prompt.tokens, prompt.block_tokens) if memory.has_attention else []
+    length = radix.covered(steps) if memory.has_attention else prompt.n_tokens
+    rows = _WindowRows(connection, prompt, memory.window, whole_window, without)
+
+    def at(position: int, checkpoint: Checkpoint | None = None) -> RestorePoint | None:
+        window = rows.below(position)
+        return None if window is None else RestorePoint(position, tuple(radix.cut(steps, position)), window, checkpoint)
+
+    best = NOWHERE
+    if not memory.is_recurrent and memory.has_attention:
+        best = at(rows.deepest(length)) or NOWHERE
+    for point in along(connection, prompt, seq_id, without):
+        if point.pos <= best.length:
+            break
+        if point.kind == Kind.OPAQUE:
+            return RestorePoint(point.pos, checkpoint=point)
+        if memory.is_recurrent and point.pos <= length and (found := at(point.pos, point)) is not None:
+            return found
+    return best
+
+
+def along(connection: Connection, prompt: Prompt, seq_id: int, without: Collection[BlobId] = ()) -> Iterator[Checkpoint]:
+    """Checkpoints that were taken on the way through the prompt, the deepest first."""
+    present = checkpoints.anchors(connection, prompt.borders, seq_id)
+    for slot in range(len(prompt.borders) - 1, -1, -1):
+        anchor = prompt.borders[slot]
+        if anchor not in present:
+            continue
+        for point in checkpoints.along(connection, anchor, prompt.rest(slot), seq_id):
+            behind = point.pos - slot * prompt.block_tokens
+            fits = behind * TOKEN_BYTES == len(point.path) and point.prefix == prefix_of(anchor, point.path)
+            if fits and point.pos > 0 and point.blob not in without:
+                yield point
+
+
+class _WindowRows:
+    """Which positions of a prompt have their keys and values in the windowed cache stored."""
+
+    def __init__(
+        self, connection: Connection, prompt: Prompt, window: Window | None, whole: bool, without: Collection[BlobId]
+    ) -> None:
+        self._connection = connection
+        self._prompt = prompt
+        self._window = window
+        self._whole = whole
+        self._without = without
+        self._slots: dict[int, list[WindowRow]] = {}
+        self._blocks = {} if window is None else windows.by_keys(connection, prompt.borders[1:])
+
+    def below(self, position: int) -> tuple[WindowStep, ...] | None:
+        """Rows that cover the window below `position`; none if the memory has no window; None if they don't."""
+        if self._window is None or position == 0:
+            return ()
+        wanted = 0 if self._whole else self._window.first_written(position)
+        reached, steps = self._cover(position, wanted)
+        # One cell at least: llama.cpp writes no cache without any.
+        return tuple(steps) if reached <= min(self._window.first_needed(position), position - 1) else None
+
+    def deepest(self, length: int) -> int:
+        """The largest position up to `length` whose window is covered."""
+        position = length
+        while position > 0 and self._window is not None:
+            needed = min(self._window.first_needed(position), position - 1)
+            reached, _ = self._cover(position, needed)
+            if reached <= needed:
+                break
+            # Something is missing just below `reached`, and would be missing in every window that contains it.
+            position = reached if reached < position else position - 1
+        return position
+
+    def _cover(self, end: int, wanted: int) -> tuple[int, list[WindowStep]]:
+        """Rows that cover the positions below `end`, down to `wanted` or to the first gap."""
+        steps: list[WindowStep] = []
+        at = end
+        while at > wanted:
+            row = self._covering(at - 1)
+            if row is None:
+                break
+            first = max(row.start, wanted)
+            steps.append(WindowStep(row, first - row.start, at - first))
+            at = first
+        return at, steps[::-1]
+
+    def _covering(self, position: int) -> WindowRow | None:
+        """Of the rows that have this position, with the prompt's tokens up to it, the one that begins lowest."""
+        slot, inside = divmod(position, self._prompt.block_tokens)
+        rest = self._prompt.rest(slot)
+        fitting = [
+            row
+            for row in self._in_slot(slot)
+            if row.start <= position and radix.common_tokens(row.path, rest) > inside and row.blob not in self._without
+        ]
+        return min(fitting, key=lambda row: row.start, default=None)
+
+    def _in_slot(self, slot: int) -> list[WindowRow]:
+        if slot not in self._slots:
+            border = slot * self._prompt.block_tokens
+            anchor, rest = self._prompt.borders[slot], self._prompt.rest(slot)
+            block = self._blocks.get(self._prompt.borders[slot + 1]) if slot + 1 < len(self._prompt.borders) else None
+            found = [] if block is None else [block]
+            if block is None or block.start > border:
+                found += windows.neighbours(self._connection, anchor, rest)
+            self._slots[slot] = [row for row in found if _is_filed(row, anchor, border)]
+        return self._slots[slot]
+
+
+def _is_filed(row: WindowRow, anchor: PrefixHash, border: int) -> bool:
+    """Whether a row's own figures agree, so that its positions can be trusted."""
+    end = border + len(row.path) // TOKEN_BYTES
+    return row.anchor == anchor and border <= row.start < end and row.start + row.n_tokens == end
