@@ -13,12 +13,15 @@ from layouts import filled, layouts
 from llamas import DENSE_SETTINGS, Setting
 from synthetic import ARCH, dense_layout, random_tokens, state_of
 
-from kvkeep.cache.layout import SEQUENCE_MAGIC, Bytes, Form, Layout, Role, Section, State, blank, parse
+from kvkeep.cache.layout import Bytes, Cells, Layout, Role, Section, unpack_all
+from kvkeep.cache.memory import Memory, MemoryKind
+from kvkeep.cache.state import SEQUENCE_MAGIC, Form, blank, parse
 from kvkeep.store.errors import LayoutError, UnknownLayout
 
 
-def read(data: Bytes, form: Form, layout: Layout) -> State:
-    return parse(data, form, v_trans=layout.v_trans, ext=layout.ext)
+def read(data: Bytes, form: Form, layout: Layout) -> Cells:
+    (cells,) = parse(data, form, Memory(MemoryKind.ATTENTION, None, layout.v_trans, layout.ext)).caches
+    return cells
 
 
 @given(layout=layouts(), n_cells=st.integers(1, 9), form=st.sampled_from(Form), seed=st.integers(0, 99))
@@ -36,7 +39,7 @@ def test_what_is_written_is_read(layout: Layout, n_cells: int, form: Form, seed:
 @given(layout=layouts())
 @settings(deadline=None, max_examples=100)
 def test_layout_survives_packing(layout: Layout) -> None:
-    assert Layout.unpack(layout.pack()) == layout
+    assert unpack_all(layout.pack()) == layout
 
 
 @given(layout=layouts(), cut=st.integers(1, 400))
@@ -44,9 +47,9 @@ def test_layout_survives_packing(layout: Layout) -> None:
 def test_truncated_layout_is_refused(layout: Layout, cut: int) -> None:
     packed = layout.pack()
     with pytest.raises(UnknownLayout):
-        Layout.unpack(packed[: max(0, len(packed) - cut)])
+        unpack_all(packed[: max(0, len(packed) - cut)])
     with pytest.raises(UnknownLayout):
-        Layout.unpack(packed + b"\0")
+        unpack_all(packed + b"\0")
 
 
 def test_released_layout_bytes_stay_readable() -> None:
@@ -54,7 +57,7 @@ def test_released_layout_bytes_stay_readable() -> None:
     value = b"\3\0\0\0" + struct.pack("<iII", 1, 32, 2)
     packed = b"\1\1\0\0" + struct.pack("<HH", 1, 2) + key + value
     layout = Layout(True, 1, False, (Section(Role.KEY, 1, 1, 64), Section(Role.VALUE_COLUMNS, 1, 32, 2)))
-    assert Layout.unpack(packed) == layout
+    assert unpack_all(packed) == layout
     assert layout.pack() == packed
 
 
@@ -74,7 +77,7 @@ def test_layout_that_cant_be_is_refused(damage: tuple[int, int]) -> None:
     at, value = damage
     packed[at] = value
     with pytest.raises(UnknownLayout):
-        Layout.unpack(bytes(packed))
+        unpack_all(bytes(packed))
 
 
 SMALL = [

@@ -4,7 +4,8 @@ import numpy as np
 from hypothesis import strategies as st
 from synthetic import ARCH
 
-from kvkeep.cache.layout import ELEMENT_TYPES, EXT_BYTES, Bytes, Form, Layout, Role, Section, State, blank
+from kvkeep.cache.layout import ELEMENT_TYPES, EXT_BYTES, Bytes, Cells, Layout, Role, Section
+from kvkeep.cache.state import Form, blank
 
 PLAIN_TYPES = [number for number, element in ELEMENT_TYPES.items() if element.block == 1]
 
@@ -31,10 +32,11 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(v_trans, n_layer, ext, (*cells, *keys, *values))
 
 
-def filled(layout: Layout, n_cells: int, form: Form = Form.SEQUENCE, seed: int = 0) -> tuple[Bytes, State]:
+def filled(layout: Layout, n_cells: int, form: Form = Form.SEQUENCE, seed: int = 0) -> tuple[Bytes, Cells]:
     """A state of random bytes."""
-    buffer, state = blank(layout, n_cells, form, ARCH)
+    buffer, state = blank([layout], n_cells, form, ARCH)
+    (cells,) = state.caches
     rng = np.random.default_rng(seed)
-    for array in state.arrays:
+    for array in cells.arrays:
         array[...] = rng.integers(0, 256, array.shape, np.uint8)
-    return buffer, state
+    return buffer, cells

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.cache.layout import ELEMENT_TYPES, EXT_BYTES, Bytes, Form, Layout, MemoryKind, Role, Section, blank
+from kvkeep.cache.layout import ELEMENT_TYPES, EXT_BYTES, Bytes, Layout, Role, Section
+from kvkeep.cache.memory import Memory, MemoryKind
 from kvkeep.cache.prefix_cache import Identity
+from kvkeep.cache.state import Form, blank
 from kvkeep.store.hashing import Fingerprint, digest_fields
 
 F16 = 1
@@ -49,9 +51,9 @@ SMALL = dense_layout()
 
 def state_of(layout: Layout, tokens: Sequence[int], form: Form = Form.SEQUENCE) -> Bytes:
     """The state of a context that has decoded exactly these tokens."""
-    buffer, state = blank(layout, len(tokens), form, ARCH)
+    buffer, state = blank([layout], len(tokens), form, ARCH)
     words = _prefix_words(tokens)
-    for number, (section, array) in enumerate(zip(layout.sections, state.arrays, strict=True)):
+    for number, (section, array) in enumerate(zip(layout.sections, state.caches[0].arrays, strict=True)):
         rows = _numbers(words + np.uint64(number), -(-section.token_bytes // 2)).view(np.uint8)[:, : section.token_bytes]
         array[...] = rows.reshape(len(tokens), section.outer, section.inner).transpose(1, 0, 2)
     return buffer
@@ -87,7 +89,7 @@ def identity(
     ext: bool = False,
 ) -> Identity:
     """The identity of a model that doesn't exist."""
-    return Identity(fingerprint_of(name), name, {"name": name}, kind, v_trans, ext)
+    return Identity(fingerprint_of(name), name, {"name": name}, Memory(kind, v_trans=v_trans, ext=ext))
 
 
 def random_tokens(count: int, seed: int = 0, n_vocab: int = 32_000) -> list[int]:
