@@ -30,6 +30,8 @@ class Reason(str, Enum):
     """The store holds states, but none of this model with these settings."""
     NO_COMMON_PREFIX = "no common prefix"
     """The store holds states of this model, none that begins as this prompt does."""
+    NO_CHECKPOINT = "no checkpoint"
+    """Tokens that begin as this prompt does are stored, but the model's memory can't be rebuilt anywhere among them."""
     LIVE_IS_BETTER = "live is better"
     """The context itself still holds as much of the prompt."""
     BELOW_BREAK_EVEN = "below the break-even"

@@ -122,7 +122,7 @@ class PrefixCache:
                 without=without,
             )
         if found.length == 0:
-            return Match(length=0, prompt_tokens=n_tokens, reason=Reason.NO_COMMON_PREFIX)
+            return _nothing(n_tokens, found.in_common)
         return Match(
             length=found.length,
             prompt_tokens=n_tokens,
@@ -228,6 +228,14 @@ class PrefixCache:
             return
         with self.repository.writing() as writing, writing.index.write() as connection:
             namespaces.measured(connection, space, prefill_rate, restore_rate)
+
+
+def _nothing(n_tokens: int, in_common: int) -> Match:
+    """A miss although the namespace holds something."""
+    if in_common == 0:
+        return Match(length=0, prompt_tokens=n_tokens, reason=Reason.NO_COMMON_PREFIX)
+    detail = f"{in_common} tokens are stored, but no checkpoint or window at or below the last of them"
+    return Match(length=0, prompt_tokens=n_tokens, reason=Reason.NO_CHECKPOINT, detail=detail)
 
 
 def token_bytes(tokens: Tokens) -> bytes:

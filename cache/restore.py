@@ -73,6 +73,8 @@ def assemble(snapshot: Snapshot, match: Match, tokens: bytes, form: Form = Form.
         form: whole context or one sequence.
         arch: the architecture's name, for the whole form.
     """
+    if match.length == 0:
+        return Restored(_NOTHING, 0)
     try:
         if match.checkpoint is not None and match.is_opaque:
             return _whole(snapshot, match.checkpoint, tokens)

@@ -53,15 +53,14 @@ class RestorePoint(NamedTuple):
         steps: nodes for the attention caches.
         windows: rows for the window, lowest first.
         checkpoint: recurrent tensors, or a whole state.
+        in_common: tokens that are stored, whether or not all that they need is there.
     """
 
     length: int
     steps: tuple[Step, ...] = ()
     windows: tuple[WindowStep, ...] = ()
     checkpoint: Checkpoint | None = None
-
-
-NOWHERE = RestorePoint(0)
+    in_common: int = 0
 
 
 def find(
@@ -91,9 +90,9 @@ def find(
         window = rows.below(position)
         return None if window is None else RestorePoint(position, tuple(radix.cut(steps, position)), window, checkpoint)
 
-    best = NOWHERE
+    best = RestorePoint(0, in_common=radix.covered(steps))
     if not memory.is_recurrent and memory.has_attention:
-        best = at(rows.deepest(length)) or NOWHERE
+        best = at(rows.deepest(length)) or best
     for point in along(connection, prompt, seq_id, without):
         if point.pos <= best.length:
             break

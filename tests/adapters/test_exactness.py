@@ -79,7 +79,7 @@ def test_blocks_of_several_saves_are_within_tolerance_of_cold(dense: str, root: 
 @pytest.mark.parametrize("setting", DENSE_SETTINGS, ids=str)
 def test_an_assembled_state_equals_the_one_that_was_really_saved_there(dense: str, root: Path, setting: Setting) -> None:
     """Byte for byte, in both forms, at every position of `POSITIONS`."""
-    from kvkeep.cache.layout import Form
+    from kvkeep.cache.state import Form
 
     tokens = random_tokens(N)
     llm = load(dense, n_batch=1, **setting.options)

@@ -33,7 +33,7 @@ def entries(repository: Repository) -> list[Entry]:
 
 
 def keys(repository: Repository) -> set[PrefixHash]:
-    return {budget._key(entry) for entry in entries(repository)}
+    return {budget.key_of(entry) for entry in entries(repository)}
 
 
 def lonely(number: int, size: int = MB) -> NewEntry:

@@ -19,9 +19,14 @@ from kvkeep.cache.state import SEQUENCE_MAGIC, Form, blank, parse
 from kvkeep.store.errors import LayoutError, UnknownLayout
 
 
-def read(data: Bytes, form: Form, layout: Layout) -> Cells:
-    (cells,) = parse(data, form, Memory(MemoryKind.ATTENTION, None, layout.v_trans, layout.ext)).caches
+def attention(data: object, form: Form, *, v_trans: bool | None, ext: bool) -> Cells:
+    """The one cache of a plain-attention state."""
+    (cells,) = parse(data, form, Memory(MemoryKind.ATTENTION, None, v_trans, ext)).caches
     return cells
+
+
+def read(data: Bytes, form: Form, layout: Layout) -> Cells:
+    return attention(data, form, v_trans=layout.v_trans, ext=layout.ext)
 
 
 @given(layout=layouts(), n_cells=st.integers(1, 9), form=st.sampled_from(Form), seed=st.integers(0, 99))
@@ -96,9 +101,8 @@ SMALL = [
 def test_every_truncation_is_refused(layout: Layout, form: Form) -> None:
     buffer, _ = filled(layout, 3, form)
     # MLA's bytes are those of a model with values up to there: nothing tells the two apart but the model.
-    keys_only = blank(
-        replace(layout, sections=tuple(s for s in layout.sections if s.role in (Role.EXT, Role.KEY))), 3, form, ARCH
-    )
+    keys = replace(layout, sections=tuple(s for s in layout.sections if s.role in (Role.EXT, Role.KEY)))
+    keys_only = blank([keys], 3, form, ARCH)
     for length in range(buffer.size):
         if length == keys_only[0].size:
             continue
@@ -155,14 +159,14 @@ CELL = struct.pack("<iIi", 0, 1, 0)
 def test_hostile_count_is_refused_without_allocating(count: int, make: object) -> None:
     data = make(count) + bytes(64)  # type: ignore[operator]
     with pytest.raises(LayoutError):
-        parse(data, Form.SEQUENCE, v_trans=None, ext=False)
+        attention(data, Form.SEQUENCE, v_trans=None, ext=False)
 
 
 @pytest.mark.parametrize("size", [2**31, 2**32, 2**62, 2**63, 2**64 - 2])
 def test_hostile_row_is_refused_without_allocating(size: int) -> None:
     data = HEAD + struct.pack("<II", 1, 1) + CELL + struct.pack("<II", 0, 1) + struct.pack("<iQ", 1, size) + bytes(64)
     with pytest.raises(LayoutError):
-        parse(data, Form.SEQUENCE, v_trans=False, ext=False)
+        attention(data, Form.SEQUENCE, v_trans=False, ext=False)
 
 
 @pytest.mark.parametrize(("size", "outer"), [(2, 2**31), (2, 2**32 - 1), (2**32 - 2, 1), (2, 0)])
@@ -178,13 +182,13 @@ def test_hostile_columns_are_refused_without_allocating(size: int, outer: int) -
         + bytes(64)
     )
     with pytest.raises(LayoutError):
-        parse(data, Form.SEQUENCE, v_trans=True, ext=False)
+        attention(data, Form.SEQUENCE, v_trans=True, ext=False)
 
 
 @pytest.mark.parametrize("length", [0, 257, 2**31, 2**32 - 1])
 def test_hostile_name_of_an_architecture_is_refused(length: int) -> None:
     with pytest.raises(LayoutError):
-        parse(struct.pack("<I", length) + bytes(600), Form.WHOLE, v_trans=False, ext=False)
+        attention(struct.pack("<I", length) + bytes(600), Form.WHOLE, v_trans=False, ext=False)
 
 
 def damaged_cell(pos: int = 0, n_seq_id: int = 1, seq_id: int = 0) -> Bytes:
@@ -198,12 +202,12 @@ def damaged_cell(pos: int = 0, n_seq_id: int = 1, seq_id: int = 0) -> Bytes:
 @pytest.mark.parametrize("cell", [{"pos": -1}, {"n_seq_id": 0}, {"n_seq_id": 2}, {"seq_id": 1}], ids=str)
 def test_cells_of_other_sequences_are_refused(cell: dict[str, int]) -> None:
     with pytest.raises(UnknownLayout):
-        parse(damaged_cell(**cell), Form.SEQUENCE, v_trans=False, ext=False)
+        attention(damaged_cell(**cell), Form.SEQUENCE, v_trans=False, ext=False)
 
 
 def test_empty_memory_is_refused() -> None:
     with pytest.raises(UnknownLayout, match="no cells"):
-        parse(HEAD + struct.pack("<II", 1, 0), Form.SEQUENCE, v_trans=False, ext=False)
+        attention(HEAD + struct.pack("<II", 1, 0), Form.SEQUENCE, v_trans=False, ext=False)
 
 
 @pytest.mark.parametrize("form", Form)
@@ -219,10 +223,10 @@ def test_settings_and_bytes_must_agree(v_trans: bool) -> None:
     layout = dense_layout(v_trans=v_trans)
     data = filled(layout, 3, Form.SEQUENCE)[0]
     with pytest.raises(UnknownLayout, match="v_trans"):
-        parse(data, Form.SEQUENCE, v_trans=not v_trans, ext=False)
-    assert parse(data, Form.SEQUENCE, v_trans=None, ext=False).layout == layout
+        attention(data, Form.SEQUENCE, v_trans=not v_trans, ext=False)
+    assert attention(data, Form.SEQUENCE, v_trans=None, ext=False).layout == layout
     with pytest.raises(LayoutError):
-        parse(data, Form.SEQUENCE, v_trans=v_trans, ext=True)
+        attention(data, Form.SEQUENCE, v_trans=v_trans, ext=True)
 
 
 def test_parsing_copies_nothing() -> None:
@@ -245,9 +249,9 @@ def test_cutting_tokens_is_slicing_in_every_layout() -> None:
 
 def rewritten(data: Bytes, form: Form, arch: str, v_trans: bool, ext: bool) -> Bytes:
     """The state parsed, and written anew from its sections."""
-    state = parse(data, form, v_trans=v_trans, ext=ext)
-    buffer, copy = blank(state.layout, state.positions.size, form, arch)
-    for mine, theirs in zip(copy.arrays, state.arrays, strict=True):
+    state = attention(data, form, v_trans=v_trans, ext=ext)
+    buffer, copy = blank([state.layout], state.positions.size, form, arch)
+    for mine, theirs in zip(copy.caches[0].arrays, state.arrays, strict=True):
         mine[...] = theirs
     return buffer
 
@@ -278,7 +282,7 @@ def test_real_dense_state_is_written_back_byte_for_byte(dense: str, setting: Set
 def test_real_state_of_the_other_value_order_is_refused(dense: str, setting: Setting, form: Form) -> None:
     v_trans = not setting.options.get("flash_attn", False)
     with pytest.raises(UnknownLayout, match="v_trans"):
-        parse(real_states(dense, setting)[form], form, v_trans=not v_trans, ext=False)
+        attention(real_states(dense, setting)[form], form, v_trans=not v_trans, ext=False)
 
 
 @pytest.mark.parametrize("form", Form)
@@ -287,7 +291,7 @@ def test_real_state_with_extensions_is_written_back_byte_for_byte(mrope: str, fl
     data = real_states(mrope, MROPE_SETTINGS[flash_attn])[form]
     assert np.array_equal(rewritten(data, form, models.MROPE.arch, not flash_attn, ext=True), data)
     with pytest.raises(LayoutError):
-        parse(data, form, v_trans=not flash_attn, ext=False)
+        attention(data, form, v_trans=not flash_attn, ext=False)
 
 
 MROPE_SETTINGS = {False: DENSE_SETTINGS[0], True: DENSE_SETTINGS[4]}
@@ -299,7 +303,7 @@ MROPE_SETTINGS = {False: DENSE_SETTINGS[0], True: DENSE_SETTINGS[4]}
 def test_real_state_of_another_memory_is_refused(request: pytest.FixtureRequest, name: str, ext: bool, form: Form) -> None:
     data = real_states(request.getfixturevalue(name), DENSE_SETTINGS[0])[form]
     with pytest.raises(LayoutError):
-        parse(data, form, v_trans=None, ext=ext)
+        attention(data, form, v_trans=None, ext=ext)
 
 
 def test_real_cells_after_a_cut_back_are_taken_by_their_position(dense: str) -> None:
@@ -310,6 +314,6 @@ def test_real_cells_after_a_cut_back_are_taken_by_their_position(dense: str) -> 
     llm.n_tokens = 40
     llm._ctx.kv_cache_seq_rm(0, 40, -1)
     llm.eval(tokens[40:80])
-    state = parse(llamas.sequence_state(llm), Form.SEQUENCE, v_trans=False, ext=False)
+    state = attention(llamas.sequence_state(llm), Form.SEQUENCE, v_trans=False, ext=False)
     llm.close()
     assert sorted(state.positions.tolist()) == list(range(80))

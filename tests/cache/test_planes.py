@@ -8,7 +8,9 @@ from layouts import filled, layouts
 from synthetic import dense_layout, random_tokens, state_of
 
 from kvkeep.cache import planes
-from kvkeep.cache.layout import Bytes, Form, Layout, blank, parse
+from kvkeep.cache.layout import Bytes, Layout
+from kvkeep.cache.memory import Memory, MemoryKind
+from kvkeep.cache.state import Form, blank, parse
 from kvkeep.store import codec
 from kvkeep.store.errors import BadFrame
 
@@ -56,30 +58,30 @@ def test_a_payload_is_a_permutation_of_its_sections(layout: Layout, n_tokens: in
 
 def test_planes_lie_as_the_format_says() -> None:
     layout = dense_layout(1, 2)
-    buffer, state = blank(layout, 1, Form.SEQUENCE)
-    state.arrays[0][0, 0] = [0x11, 0xAA, 0x22, 0xBB]
-    state.arrays[1][0, 0] = [0x33, 0xCC, 0x44, 0xDD]
+    buffer, state = blank([layout], 1)
+    state.caches[0].arrays[0][0, 0] = [0x11, 0xAA, 0x22, 0xBB]
+    state.caches[0].arrays[1][0, 0] = [0x33, 0xCC, 0x44, 0xDD]
     # All low bytes of keys and values, then all high bytes.
-    assert split(layout, state.arrays).tolist() == [0x11, 0x22, 0x33, 0x44, 0xAA, 0xBB, 0xCC, 0xDD]
+    assert split(layout, state.caches[0].arrays).tolist() == [0x11, 0x22, 0x33, 0x44, 0xAA, 0xBB, 0xCC, 0xDD]
     assert buffer.size
 
 
 def test_widths_follow_each_other_upwards() -> None:
     layout = dense_layout(1, 1, k_type=0, ext=True)
-    _, state = blank(layout, 1, Form.SEQUENCE)
-    state.arrays[0][...] = 9
-    state.arrays[1][0, 0] = [1, 2, 3, 4]
-    state.arrays[2][0, 0] = [5, 6]
-    assert split(layout, state.arrays).tolist() == [9] * 12 + [5, 6] + [1, 2, 3, 4]
+    _, state = blank([layout], 1)
+    state.caches[0].arrays[0][...] = 9
+    state.caches[0].arrays[1][0, 0] = [1, 2, 3, 4]
+    state.caches[0].arrays[2][0, 0] = [5, 6]
+    assert split(layout, state.caches[0].arrays).tolist() == [9] * 12 + [5, 6] + [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("size", [-1, 1, 256])
 def test_payload_of_another_length_is_refused(size: int) -> None:
     layout = dense_layout()
-    _, state = blank(layout, 4, Form.SEQUENCE)
+    _, state = blank([layout], 4)
     payload = np.zeros(planes.payload_bytes(layout, 4) + size, np.uint8)
     with pytest.raises(BadFrame, match="4 tokens have 1024 bytes"):
-        planes.join(layout, payload, 4, 4, state.arrays, 0)
+        planes.join(layout, payload, 4, 4, state.caches[0].arrays, 0)
 
 
 @pytest.mark.parametrize("v_trans", [False, True])
@@ -87,5 +89,5 @@ def test_splitting_is_worth_it(v_trans: bool) -> None:
     # Larger than one block of zstd, which has one entropy table for both planes.
     layout = dense_layout(16, 128, v_trans=v_trans)
     data = state_of(layout, random_tokens(64))
-    payload = split(layout, parse(data, Form.SEQUENCE, v_trans=v_trans, ext=False).arrays)
+    payload = split(layout, parse(data, Form.SEQUENCE, Memory(MemoryKind.ATTENTION, None, v_trans, False)).caches[0].arrays)
     assert len(codec.encode(payload)) < 0.95 * len(codec.encode(data))

@@ -16,11 +16,13 @@ from synthetic import ARCH, SMALL, dense_layout, identity, random_tokens, state_
 
 from kvkeep.cache import budget
 from kvkeep.cache import save as save_module
-from kvkeep.cache.layout import Bytes, Form, Layout, MemoryKind, blank
+from kvkeep.cache.batches import Saved
+from kvkeep.cache.layout import Bytes, Layout
 from kvkeep.cache.match import Reason, Source
+from kvkeep.cache.memory import Memory, MemoryKind
 from kvkeep.cache.prefix_cache import PrefixCache, token_bytes
 from kvkeep.cache.restore import Restored
-from kvkeep.cache.save import Saved
+from kvkeep.cache.state import Form, blank, parse
 from kvkeep.store import checkpoints, hashing, nodes, verify
 from kvkeep.store.check import Trouble, check
 from kvkeep.store.entry import Entry
@@ -344,11 +346,11 @@ def test_an_interrupted_save_leaves_a_first_part_that_is_good(cache: PrefixCache
 def shuffled(tokens: Sequence[int], layout: Layout, seed: int = 0) -> Bytes:
     """The same state with its cells in another order, as after a cut-back that left holes."""
     order = np.random.default_rng(seed).permutation(len(tokens))
-    source = blank(layout, len(tokens), Form.SEQUENCE)[1]
+    source = blank([layout], len(tokens))[1]
     data = state_of(layout, tokens)
-    parsed = save_module.parse(data, Form.SEQUENCE, v_trans=layout.v_trans, ext=layout.ext)
-    buffer, target = blank(layout, len(tokens), Form.SEQUENCE)
-    for array, original in zip(target.arrays, parsed.arrays, strict=True):
+    parsed = parse(data, Form.SEQUENCE, Memory(MemoryKind.ATTENTION, None, layout.v_trans, layout.ext))
+    buffer, target = blank([layout], len(tokens))
+    for array, original in zip(target.caches[0].arrays, parsed.caches[0].arrays, strict=True):
         array[...] = original[:, order, :]
     records = buffer[16 : 16 + len(tokens) * layout.cell_bytes].reshape(len(tokens), -1)
     records[:, :4] = source.positions[order].astype("<i4")[:, None].view(np.uint8)
