@@ -12,14 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvkeep.cache.adapters.attach import Attached, attach
+    from kvkeep.cache.adapters.checkpoint_cache import HybridCheckpoint, HybridCheckpointCache
     from kvkeep.cache.adapters.llama_cache import PersistentLlamaCache
     from kvkeep.cache.match import Match, Reason, Source
 
-__all__ = ["Attached", "Match", "PersistentLlamaCache", "Reason", "Source", "attach"]
+__all__ = [
+    "Attached",
+    "HybridCheckpoint",
+    "HybridCheckpointCache",
+    "Match",
+    "PersistentLlamaCache",
+    "Reason",
+    "Source",
+    "attach",
+]
 
 _HOMES = {
     "Attached": "kvkeep.cache.adapters.attach",
     "attach": "kvkeep.cache.adapters.attach",
+    "HybridCheckpoint": "kvkeep.cache.adapters.checkpoint_cache",
+    "HybridCheckpointCache": "kvkeep.cache.adapters.checkpoint_cache",
     "PersistentLlamaCache": "kvkeep.cache.adapters.llama_cache",
     "Match": "kvkeep.cache.match",
     "Reason": "kvkeep.cache.match",

@@ -256,6 +256,25 @@ def _recurrent(cursor: _Cursor, form: Form) -> Recurrent:
     return Recurrent(pos, data)
 
 
+def partial_of(state: Bytes, memory: Memory) -> Bytes:
+    """What of a one-sequence state llama.cpp would have written with `LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY`.
+
+    Raises:
+        LayoutError: it isn't such a state.
+    """
+    parsed = parse(state, Form.SEQUENCE, memory)
+    kept = sum(_attention_bytes(cells) for cells in parsed.caches)
+    head = struct.calcsize("<Ii")
+    return np.concatenate([state[:head], state[head + kept :]])
+
+
+def _attention_bytes(cells: Cells) -> int:
+    layout, n_cells = cells.layout, len(cells.positions)
+    heads = sum(len(found.head()) for found in layout.sections if found.role is not Role.EXT)
+    tensors = sum(found.token_bytes for found in layout.sections if found.role is not Role.EXT)
+    return 2 * _PAIR.size + n_cells * (layout.cell_bytes + tensors) + heads
+
+
 class Windowed(NamedTuple):
     """The windowed cache of a state to be written.
 

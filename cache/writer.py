@@ -35,6 +35,11 @@ class Job:
     size: int
     replaces: bool = True
 
+    @classmethod
+    def of(cls, run: Callable[[], object]) -> "Job":
+        """A job without a state."""
+        return cls(run, np.empty(0, np.int32), 0)
+
     def continues(self, other: "Job") -> bool:
         """Whether this is a later state of the same chat, which makes `other` superfluous."""
         length = len(other.tokens)

@@ -60,6 +60,24 @@ def chain(root: Fingerprint, tokens: Buffer, block_bytes: int) -> list[PrefixHas
     return hashes
 
 
+def digests_at(tokens: Buffer, lengths: Iterable[int]) -> list[bytes]:
+    """Digests of several beginnings of one run of bytes, which is read once.
+
+    Args:
+        tokens: the run.
+        lengths: bytes of each beginning, ascending.
+    """
+    hasher = blake3()
+    view = memoryview(tokens)
+    found: list[bytes] = []
+    at = 0
+    for length in lengths:
+        hasher.update(view[at:length])
+        at = length
+        found.append(hasher.digest())
+    return found
+
+
 def digest_fields(purpose: str, fields: Iterable[tuple[str, str | bytes]]) -> bytes:
     """Hash named fields so that no two different lists give the same bytes: every name and value is length-prefixed.
 

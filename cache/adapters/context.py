@@ -126,7 +126,8 @@ class LiveContext:
     def __init__(self, llm: Any) -> None:
         self._llm = weakref.ref(llm)
         self._context = Context(self._ctx)
-        self.memory = memory_of(llm, self._context)
+        params = llm.context_params
+        self.memory = memory_of(self._context, v_trans=_v_trans(params.flash_attn_type), swa_full=bool(params.swa_full))
 
     def _ctx(self) -> Any:
         llm = self._llm()
@@ -260,19 +261,31 @@ def _v_trans(flash_attn_type: int) -> bool | None:
     return bool(flash_attn_type == llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED)
 
 
-def memory_of(llm: Any, context: Context) -> Memory:
-    """What the memory of a `Llama` consists of."""
-    model = llm._model.model
-    arch = llm.metadata.get("general.architecture", "")
+def memory_of(context: Context, *, v_trans: bool | None = None, swa_full: bool = False) -> Memory:
+    """What the memory of a context consists of.
+
+    Args:
+        context: the context.
+        v_trans: whether values are stored transposed; None if it isn't known.
+        swa_full: whether a windowed cache keeps every position.
+    """
+    model = llama_cpp.llama_get_model(context.ctx)
+    arch = _architecture(model)
     kind = _kind(model, arch, context)
     n_swa = int(llama_cpp.llama_model_n_swa(model))
     window = None
     if kind in (MemoryKind.WINDOW, MemoryKind.HYBRID) and n_swa > 0:
-        window = Window(n_swa, chunked=arch in _CHUNKED, full=bool(llm.context_params.swa_full))
+        window = Window(n_swa, chunked=arch in _CHUNKED, full=swa_full)
     mrope = (llama_cpp.LLAMA_ROPE_TYPE_MROPE, llama_cpp.LLAMA_ROPE_TYPE_IMROPE)
     # A few models without M-RoPE have extensions too; llama.cpp doesn't say which.
     ext = True if llama_cpp.llama_model_rope_type(model) in mrope else None
-    return Memory(kind, window, _v_trans(llm.context_params.flash_attn_type), ext)
+    return Memory(kind, window, v_trans, ext)
+
+
+def _architecture(model: Any) -> str:
+    buffer = ctypes.create_string_buffer(128)
+    length = llama_cpp.llama_model_meta_val_str(model, b"general.architecture", buffer, len(buffer))
+    return buffer.value.decode() if length > 0 else ""
 
 
 def _kind(model: Any, arch: str, context: Context) -> MemoryKind:

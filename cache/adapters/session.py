@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,26 +19,20 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.cache.adapters.identity import ingredients_of, label_of
+from kvkeep.cache.adapters.backing import Backing
 from kvkeep.cache.adapters.live import NO_TOKENS, LiveSequence, Tokens
 from kvkeep.cache.adapters.turns import UserTurns
 from kvkeep.cache.break_even import BreakEven
-from kvkeep.cache.fingerprint import Identification
 from kvkeep.cache.layout import Bytes
 from kvkeep.cache.match import Match, Reason, Source
 from kvkeep.cache.memory import MemoryKind
 from kvkeep.cache.points import Point, schedule
-from kvkeep.cache.prefix_cache import Identity, PrefixCache
+from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.report import Reporter
-from kvkeep.cache.writer import Job, Writer
-from kvkeep.store.errors import KvkeepError, StateRefused, StoreLocked, TooLarge
-from kvkeep.store.hashing import Fingerprint
-from kvkeep.store.registry import close_root, open_root
-from kvkeep.store.repository import DefaultCapacity, Repository
+from kvkeep.cache.writer import Job
+from kvkeep.store.errors import KvkeepError, StateRefused, TooLarge
+from kvkeep.store.repository import Repository
 
-# How long a close waits for the model's hash: a first run of a large model should leave something behind, but nobody
-# waits minutes for a window to close.
-IDENTIFY_SECONDS = 10.0
 # Tokens between regular checkpoints, at least: what an edit in the middle of a prompt costs.
 MIN_STEP = 256
 # Regular checkpoints of one prompt, at most.
@@ -69,58 +63,34 @@ class Session:
         self.reporter = Reporter()
         self.rates = BreakEven()
         self.last: Match | None = None
-        self.cache: PrefixCache | None = None
-        self.repository: Repository | None = None
         self._live = LiveSequence(llm)
         self._lock = threading.RLock()
         self._kept: Tokens = NO_TOKENS
         self._turns: UserTurns | None = None
         self._save_anyway = False
-        self._identification: Identification | None = None
-        # Saves wait until it is known whose they are.
-        self._writer = Writer(self._job_failed, self.reporter.dropped, held=True)
-        self._unavailable = ""
-        self._open(llm, path, capacity_bytes, extra)
+        self._backing = Backing(self.reporter, self._live.context.memory, self._job_failed, self._is_ready)
+        if self._live.context.has_memory:
+            self._backing.open(llm, path, capacity_bytes, extra)
+        else:
+            self._backing.refuse("the model has no memory to keep: an embedding or diffusion model")
 
-    def _open(self, llm: Any, path: Path, capacity_bytes: int, extra: str) -> None:
-        if not self._live.context.has_memory:
-            self._unavailable = "the model has no memory to keep: an embedding or diffusion model"
-            self.reporter.once("no memory", "%s", self._unavailable)
-            return
-        try:
-            explicit = None if isinstance(capacity_bytes, DefaultCapacity) else capacity_bytes
-            self.repository = open_root(path, explicit)
-            ingredients = ingredients_of(llm, extra)
-            label = label_of(llm)
-            self._identification = Identification(
-                ingredients,
-                self.repository,
-                lambda fingerprint: self._identified(fingerprint, label, ingredients.fields),
-                lambda error: self._give_up("identifying the model", error),
-            )
-            self._later(self.repository.sweep)
-            self._identification.start()
-        except Exception as error:  # noqa: BLE001 - the border: whatever a folder or a file does, the model works without
-            self._give_up("opening the cache folder", error)
+    @property
+    def cache(self) -> PrefixCache | None:
+        """The model's states, or None as long as it isn't known whose they are."""
+        return self._backing.cache
 
-    def _give_up(self, what: str, error: Exception) -> None:
-        self._unavailable = str(error) or type(error).__name__
-        self.reporter.error(what, error)
-        self._writer.give_up()
+    @property
+    def repository(self) -> Repository | None:
+        """The open store, or None."""
+        return self._backing.repository
 
-    def _identified(self, fingerprint: Fingerprint, label: str, fields: dict[str, str]) -> None:
-        repository = self.repository
-        if repository is None:
-            return
-        cache = PrefixCache(repository, Identity(fingerprint, label, fields, self._live.context.memory))
+    def _is_ready(self, cache: PrefixCache) -> None:
         with self.reporter.border("reading what was measured before"):
             if (space := cache.namespace) is not None:
                 self.rates.prefill_rate = space.prefill_rate
                 self.rates.restore_rate = space.restore_rate
                 # SQLAlchemy compiles each statement at its first use: 3 ms that the first prompt needn't wait for.
                 cache.match([0] * (space.block_tokens + 1))
-        self.cache = cache
-        self._writer.let_go()
 
     # -- settle ---------------------------------------------------------------------------------------------------
 
@@ -191,10 +161,10 @@ class Session:
 
     def _from_store(self, llm: Any, prompt: Tokens, usable: int) -> Match:
         """Restore what is stored if that is better than the `usable` tokens of the context; else the reason why not."""
-        missed = Match(length=0, prompt_tokens=len(prompt), reason=Reason.UNAVAILABLE, detail=self._unavailable)
+        missed = Match(length=0, prompt_tokens=len(prompt), reason=Reason.UNAVAILABLE, detail=self._backing.unavailable)
         if llm._logits_all:
             return replace(missed, reason=Reason.LOGITS_ALL, detail="")
-        if self._unavailable:
+        if self._backing.unavailable:
             return missed
         if self.cache is None:
             return replace(missed, reason=Reason.IDENTIFYING)
@@ -224,7 +194,7 @@ class Session:
         restored = cache.restore(stored, prompt)
         if restored.damaged:
             self._kept, self._save_anyway = NO_TOKENS, True
-            self._later(lambda: self.reporter.quarantined(cache.quarantine(restored.damaged), restored.detail))
+            self._backing.later(lambda: self.reporter.quarantined(cache.quarantine(restored.damaged), restored.detail))
         if restored.length <= usable:
             return replace(missed, detail=restored.detail)
         try:
@@ -233,7 +203,7 @@ class Session:
             self.reporter.error("restoring a state", error)
             refused, why = stored.entries, str(error)
             self._kept, self._save_anyway = NO_TOKENS, True
-            self._later(lambda: self.reporter.quarantined(cache.remove(refused), why))
+            self._backing.later(lambda: self.reporter.quarantined(cache.remove(refused), why))
             return replace(missed, reason=Reason.REFUSED, detail=why)
         seconds = time.perf_counter() - began
         self.rates.restored(restored.state.nbytes, seconds)
@@ -325,7 +295,7 @@ class Session:
             self._keep(llm)
 
     def _keep(self, llm: Any) -> None:
-        if self._unavailable:
+        if self._backing.unavailable:
             return
         tokens = self._live.keepable(llm)
         if len(tokens) == 0 or self._is_kept(tokens):
@@ -340,7 +310,7 @@ class Session:
         points = self._live.points.unsaved()
         size = state.nbytes + sum(point.data.nbytes for point in points)
         replaces = not context.memory.needs_checkpoints
-        self._writer.submit(Job(lambda: self._save(tokens, state, points), tokens, size, replaces=replaces))
+        self._backing.submit(Job(lambda: self._save(tokens, state, points), tokens, size, replaces=replaces))
         self._live.points.saved(points)
         self._live.take_point(llm, saved=True)
 
@@ -362,22 +332,16 @@ class Session:
         cache = self.cache
         if cache is None:
             return
-        saved = cache.save(tokens, state, self._live.context.form, points=points, pause=self._writer.pause)
+        saved = cache.save(tokens, state, self._live.context.form, points=points, pause=self._backing.pause)
         self.reporter.saved(saved.written_bytes, saved.evicted)
         with self.reporter.border("noting what was measured and used"):
             cache.measured(self.rates.prefill_rate, self.rates.restore_rate)
             cache.repository.flush_touched()
 
-    def _later(self, run: Callable[[], object]) -> None:
-        self._writer.submit(Job(run, NO_TOKENS, 0))
-
     def _job_failed(self, error: BaseException) -> None:
-        if isinstance(error, StoreLocked):
-            self.reporter.dropped()
         if not isinstance(error, TooLarge):
             # It isn't stored, so the next state must not be skipped because of it. (Too large it stays.)
             self._kept = NO_TOKENS
-        self.reporter.error("storing a state", error)
 
     def _is_usable(self, llm: Any) -> bool:
         """Whether the model is still open, and this is the process that opened it."""
@@ -399,31 +363,16 @@ class Session:
                 self.keep(llm)
         finally:
             self._lock.release()
-        if self._unavailable:
-            return True
         left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        return self._writer.flush(left)
+        return self._backing.flush(left)
 
     def close(self) -> None:
         """Flush, and give the store back. Safe to call twice, and beside a prompt in another thread."""
         if self._pid != os.getpid():
             # A forked child has the parent's locks as they were, and none of its threads: it would wait forever.
             return
-        if self._identification is not None:
-            # Nothing can be stored before the model is known; a file of tens of gigabytes isn't waited for.
-            self._identification.wait(IDENTIFY_SECONDS)
-            self._identification.stop()
-        if self.cache is None:
-            self._unavailable = self._unavailable or "the model's file wasn't hashed before the end"
-            self._writer.give_up()
-            self._writer.let_go()
+        self._backing.settle_identity()
         self.flush()
-        self._writer.close()
+        self._backing.close()
         with self._lock:
-            repository, self.repository = self.repository, None
-            self.cache = None
-            self._unavailable = self._unavailable or "the cache is closed"
-        if repository is not None:
-            with self.reporter.border("closing"):
-                repository.flush_touched()
-            close_root(repository)
+            self._backing.give_back()
