@@ -2,13 +2,13 @@
 
 import inspect
 import os
-import weakref
 from collections.abc import Generator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvkeep.cache.adapters.ending import Ending
 from kvkeep.cache.adapters.session import Session
 from kvkeep.cache.adapters.wrapping import Wrapping
 from kvkeep.cache.match import Match, Reason
@@ -87,8 +87,8 @@ class Attachment:
         self._turn = 0
         self._inside = False
         self._handed_over = False
-        # A model that goes takes its cache with it; what waits is stored first. Runs at exit, too.
-        self._finalizer = weakref.finalize(llm, self._session.close)
+        # A model that goes takes its cache with it; what waits is stored first.
+        self._ending = Ending(llm, self._session.close)
 
     @property
     def last(self) -> Match | None:
@@ -117,7 +117,7 @@ class Attachment:
     def close(self) -> None:
         """Flush, detach, and give the folder back. Safe to call twice."""
         self._session.close()
-        self._finalizer.detach()
+        self._ending.cancel()
         self.detach()
 
     def __enter__(self) -> Self:

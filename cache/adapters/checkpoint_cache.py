@@ -8,6 +8,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import llama_cpp
@@ -17,6 +18,7 @@ from llama_cpp.llama_cache import BaseLlamaCache
 from kvkeep.cache.adapters.attach import session_options
 from kvkeep.cache.adapters.backing import Backing
 from kvkeep.cache.adapters.context import ON_DEVICE, PARTIAL_ONLY, Context, LiveContext, memory_of
+from kvkeep.cache.adapters.ending import Ending
 from kvkeep.cache.layout import Bytes
 from kvkeep.cache.memory import Memory, MemoryKind
 from kvkeep.cache.points import Point
@@ -133,7 +135,7 @@ class HybridCheckpointCache(BaseLlamaCache):
         self._backing = Backing(self.reporter, self._memory)
         self._backing.open(llm, options["path"], options["capacity_bytes"], options["extra"])
         # What waits is stored at the interpreter's end, or when the cache goes.
-        self._finalizer = weakref.finalize(self, _close, self._backing)
+        self._ending = Ending(self, partial(_close, self._backing))
 
     def _open_ctx(self) -> Any:
         if self._ctx is None:
@@ -377,12 +379,10 @@ class HybridCheckpointCache(BaseLlamaCache):
         if getattr(self, "_ctx", None) is None:
             return
         if self._backing is not None:
-            self._finalizer()
+            _close(self._backing)
+            self._ending.cancel()
         self.clear()
         self._ctx = None
-
-    def __del__(self) -> None:
-        self.close()
 
     def _by_hand(self) -> NoReturn:
         raise NotImplementedError(
