@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvkeep.cache.adapters.ending import wait_for_the_gone
 from kvkeep.cache.adapters.identity import ingredients_of, label_of
 from kvkeep.cache.fingerprint import Identification
 from kvkeep.cache.memory import Memory
@@ -55,6 +56,8 @@ class Backing:
 
     def open(self, llm: Any, path: Path, capacity_bytes: int, extra: str) -> None:
         """Open the store and begin to identify the model."""
+        # A model that was loaded in place of another one should find what that one had.
+        wait_for_the_gone()
         try:
             explicit = None if isinstance(capacity_bytes, DefaultCapacity) else capacity_bytes
             self.repository = open_root(path, explicit)

@@ -17,6 +17,9 @@ from typing import Any
 
 Close = Callable[[], None]
 
+# How long somebody who opens a store waits for those that are being closed.
+WAIT_SECONDS = 10.0
+
 _numbers = itertools.count()
 
 
@@ -42,6 +45,12 @@ class _Closer:
         while (close := self._gone.get()) is not None:
             close()
 
+    def wait(self, timeout: float) -> None:
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            done = threading.Event()
+            self._gone.put(done.set)
+            done.wait(timeout)
+
     def finish(self) -> None:
         """At the interpreter's end."""
         while self.open:
@@ -64,6 +73,11 @@ def _forked() -> None:
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
 atexit.register(lambda: _closer.finish())
+
+
+def wait_for_the_gone() -> None:
+    """Until everything whose owner is gone by now is closed: what it had is stored then. Not for ever."""
+    _closer.wait(WAIT_SECONDS)
 
 
 class Ending:

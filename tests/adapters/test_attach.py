@@ -229,9 +229,10 @@ def test_the_cache_does_not_keep_a_model_alive(dense: str, root: Path) -> None:
         assert gone() is None, "it must go with its last reference, not when cycles are collected"
     finally:
         gc.enable()
-    assert keep.path is None
     again = load(dense)
+    first = keep
     with attach(again, root, break_even=False) as keep:
+        assert first.path is None
         first_logits(again, PROMPT)
         assert keep.last is not None
         assert keep.last.decoded == 1, "what the model held was stored when it went"
@@ -365,7 +366,6 @@ def test_a_flush_with_a_timeout_does_not_wait_for_a_large_models_hash(
     dense: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvkeep.cache import fingerprint
-    from kvkeep.cache.adapters import session
 
     go_on = threading.Event()
     real = fingerprint.digest_file
@@ -376,7 +376,7 @@ def test_a_flush_with_a_timeout_does_not_wait_for_a_large_models_hash(
 
     monkeypatch.setattr(fingerprint, "digest_file", slow)
     monkeypatch.setattr(fingerprint, "HASH_AT_ONCE_BYTES", 0)
-    monkeypatch.setattr(session, "IDENTIFY_SECONDS", 0.0)
+    monkeypatch.setattr("kvkeep.cache.adapters.backing.IDENTIFY_SECONDS", 0.0)
     llm = load(dense)
     keep = attach(llm, root, break_even=False)
     first_logits(llm, PROMPT)
