@@ -55,10 +55,10 @@ MEMORIES = (
     Memory("hybrid_window", CELL, hybrid=True, n_swa=64, reach=40),
     Memory("recurrent", 0, recurrent=True),
     Memory("falcon_h1", 3 * _KV + CELL, hybrid=True),
-    # Keys of 32 + 16 numbers, and no values.
-    Memory("mla", 3 * 48 * 2 + CELL, partial_grows=True, cuts_back=True),
+    # Keys of 32 + 32 numbers, and no values.
+    Memory("mla", 3 * 64 * 2 + CELL, partial_grows=True, cuts_back=True),
     # The second cache has cells of its own, with one key of 64 numbers.
-    Memory("two_caches", 3 * (48 + 64) * 2 + 2 * CELL, partial_grows=True, cuts_back=True),
+    Memory("two_caches", 3 * (64 + 64) * 2 + 2 * CELL, partial_grows=True, cuts_back=True),
     # A key of 32 numbers and one of 64 for 4 tokens, a key of 32 for 128, and cells as of the hybrid with a window.
     Memory("opaque", (32 + 64) * 2 / 4 + 32 * 2 / 128 + CELL, hybrid=True),
 )

@@ -66,6 +66,12 @@ def sequence_state(llm: Llama) -> npt.NDArray[np.uint8]:
     return state
 
 
+def put_sequence_state(llm: Llama, state: npt.NDArray[np.uint8]) -> None:
+    """`llama_state_seq_set_data` of sequence 0, all of it."""
+    taken = llama_cpp.llama_state_seq_set_data(llm.ctx, state.ctypes.data_as(_BYTES), state.size, 0)
+    assert taken == state.size
+
+
 def whole_state(llm: Llama) -> npt.NDArray[np.uint8]:
     """`llama_state_get_data`."""
     size = llama_cpp.llama_state_get_size(llm.ctx)

