@@ -3,6 +3,7 @@
 Also the rule by which checkpoints are thinned, here and on disk: a spread over the whole length remains.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,8 @@ class Point:
 class Points:
     """Checkpoints of one live sequence, ordered by position, bounded in number and bytes.
 
+    A thread that stores them may say so (`saved`) beside the one that takes them.
+
     Args:
         max_points: keep at most so many.
         max_bytes: keep at most so many bytes.
@@ -41,8 +44,10 @@ class Points:
         self._max_points = max_points
         self._max_bytes = max_bytes
         self._points: list[Point] = []
-        # Positions of those that the store doesn't have yet.
-        self._new: set[int] = set()
+        self._lock = threading.Lock()
+        # Those that the store doesn't have yet: nobody has them, or somebody is about to store them.
+        self._new: set[Point] = set()
+        self._waiting: set[Point] = set()
 
     def __len__(self) -> int:
         return len(self._points)
@@ -54,28 +59,48 @@ class Points:
 
     def add(self, point: Point) -> None:
         """Keep one, instead of another at the same position; drop some if they are too many now."""
-        self._points = sorted([*(old for old in self._points if old.pos != point.pos), point], key=lambda point: point.pos)
-        self._new.add(point.pos)
-        sizes = [point.data.nbytes for point in self._points]
-        drop = set(surplus(self.positions, sizes, self._max_points, self._max_bytes))
-        self._points = [point for i, point in enumerate(self._points) if i not in drop]
+        points = sorted([*(old for old in self._points if old.pos != point.pos), point], key=lambda point: point.pos)
+        sizes = [point.data.nbytes for point in points]
+        drop = set(surplus([point.pos for point in points], sizes, self._max_points, self._max_bytes))
+        with self._lock:
+            self._new.add(point)
+            self._keep([point for i, point in enumerate(points) if i not in drop])
 
     def cut(self, length: int) -> None:
         """What came behind the first `length` tokens is gone."""
-        self._points = [point for point in self._points if point.pos <= length]
-        self._new = {pos for pos in self._new if pos <= length}
+        with self._lock:
+            self._keep([point for point in self._points if point.pos <= length])
+
+    def _keep(self, points: list[Point]) -> None:
+        self._points = points
+        self._new &= set(points)
+        self._waiting &= set(points)
 
     def best(self, length: int) -> Point | None:
         """The deepest one at or below `length`."""
         return next((point for point in reversed(self._points) if point.pos <= length), None)
 
+    @property
+    def has_new(self) -> bool:
+        """Whether there are some that nobody is about to store."""
+        return bool(self._new)
+
     def unsaved(self) -> list[Point]:
         """Those that the store doesn't have yet, lowest first."""
-        return [point for point in self._points if point.pos in self._new]
+        with self._lock:
+            return [point for point in self._points if point in self._new or point in self._waiting]
+
+    def handed_over(self, points: Sequence[Point]) -> None:
+        """Somebody is about to store these. What becomes of that isn't known before `saved`."""
+        with self._lock:
+            self._waiting |= self._new.intersection(points)
+            self._new.difference_update(points)
 
     def saved(self, points: Sequence[Point]) -> None:
-        """The store has these now, or is about to."""
-        self._new -= {point.pos for point in points}
+        """The store has these."""
+        with self._lock:
+            self._new.difference_update(points)
+            self._waiting.difference_update(points)
 
 
 def schedule(start: int, end: int, turn: int | None, step: int) -> list[int]:

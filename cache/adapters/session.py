@@ -306,17 +306,17 @@ class Session:
         if opaque and self.cache is not None and context.state_bytes() > self.cache.largest_bytes:
             self.reporter.dropped("a state is larger than the whole budget allows, and can't be cut")
             return
-        state = context.copy_state()
+        self._live.take_point(llm)
         points = self._live.points.unsaved()
+        self._live.points.handed_over(points)
+        state = context.copy_state()
         size = state.nbytes + sum(point.data.nbytes for point in points)
-        replaces = not context.memory.needs_checkpoints
-        self._backing.submit(Job(lambda: self._save(tokens, state, points), tokens, size, replaces=replaces))
-        self._live.points.saved(points)
-        self._live.take_point(llm, saved=True)
+        # A newer job takes over the checkpoints of the one that it replaces; not where each would have to be a full state.
+        self._backing.submit(Job(lambda: self._save(tokens, state, points), tokens, size, replaces=not opaque))
 
     def _is_kept(self, tokens: Tokens) -> bool:
         """Whether it was saved a moment ago, or the store has it already."""
-        if self._live.points.unsaved():
+        if self._live.points.has_new:
             return False
         cuttable = not self._live.context.memory.needs_checkpoints
         if np.array_equal(tokens, self._kept[: len(tokens)] if cuttable else self._kept):
@@ -332,7 +332,10 @@ class Session:
         cache = self.cache
         if cache is None:
             return
-        saved = cache.save(tokens, state, self._live.context.form, points=points, pause=self._backing.pause)
+        # The last one is the state's own end.
+        taken = [point for point in points if point.pos < len(tokens)]
+        saved = cache.save(tokens, state, self._live.context.form, points=taken, pause=self._backing.pause)
+        self._live.points.saved(points)
         self.reporter.saved(saved.written_bytes, saved.evicted)
         with self.reporter.border("noting what was measured and used"):
             cache.measured(self.rates.prefill_rate, self.rates.restore_rate)

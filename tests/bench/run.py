@@ -21,7 +21,7 @@ from figures import Figure, Run
 from rich.console import Console
 from rich.table import Table
 
-BENCHES = ("restore", "save_cost", "background", "growth", "compare")
+BENCHES = ("restore", "save_cost", "background", "checkpoints", "growth", "compare")
 _VERDICTS = {True: "[green]yes[/]", False: "[red]no[/]", None: ""}
 
 

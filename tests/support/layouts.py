@@ -1,4 +1,4 @@
-"""Random layouts of plain attention, for property tests."""
+"""Random layouts of attention caches, for property tests."""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -11,12 +11,12 @@ PLAIN_TYPES = [number for number, element in ELEMENT_TYPES.items() if element.bl
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """Anything that plain attention can have."""
+def layouts(draw: st.DrawFn, *, ext: bool | None = None, v_trans: bool | None = None) -> Layout:
+    """Anything that one attention cache can have; with extensions and transposed values or without, if that is given."""
     n_layer = draw(st.integers(1, 3))
-    ext = draw(st.booleans())
+    ext = draw(st.booleans()) if ext is None else ext
     mla = draw(st.booleans())
-    v_trans = draw(st.booleans())
+    v_trans = draw(st.booleans()) if v_trans is None else v_trans
 
     def rows(role: Role) -> Section:
         type_ = draw(st.sampled_from(list(ELEMENT_TYPES)))

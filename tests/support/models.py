@@ -65,12 +65,12 @@ def _constant(value: float | Values) -> Fill:
     return lambda rng, shape: np.broadcast_to(np.float32(value), shape).copy()
 
 
-def _weight(name: str, *shape: int) -> Tensor:
+def weight(name: str, *shape: int) -> Tensor:
     """A matrix that lets a product keep about the scale of its input."""
     return Tensor(f"{name}.weight", shape, _random(1.6 / np.sqrt(shape[-1])))
 
 
-def _norm(name: str, size: int = _EMBD) -> Tensor:
+def norm(name: str, size: int = _EMBD) -> Tensor:
     return Tensor(f"{name}.weight", (size,), _constant(1.0))
 
 
@@ -80,11 +80,11 @@ def _bias(name: str, size: int) -> Tensor:
 
 def _around_the_layers(embedding: float = 1.0, output_norm: str = "output_norm") -> tuple[Tensor, ...]:
     """Token embeddings, which serve as the output's weights too, and the last norm."""
-    return Tensor("token_embd.weight", (N_VOCAB, _EMBD), _random(embedding)), _norm(output_norm)
+    return Tensor("token_embd.weight", (N_VOCAB, _EMBD), _random(embedding)), norm(output_norm)
 
 
 # Weights of its own keep a model from saying its last token again and again, to which it is drawn by shared ones.
-_WITH_OUTPUT = (*_around_the_layers(), _weight("output", N_VOCAB, _EMBD))
+_WITH_OUTPUT = (*_around_the_layers(), weight("output", N_VOCAB, _EMBD))
 
 
 @dataclass(frozen=True)
@@ -115,26 +115,26 @@ class Recipe:
 
 
 def _attention() -> Iterator[Tensor]:
-    yield _weight("attn_q", _HEADS * _HEAD_DIM, _EMBD)
-    yield _weight("attn_k", _KV_HEADS * _HEAD_DIM, _EMBD)
-    yield _weight("attn_v", _KV_HEADS * _HEAD_DIM, _EMBD)
-    yield _weight("attn_output", _EMBD, _HEADS * _HEAD_DIM)
+    yield weight("attn_q", _HEADS * _HEAD_DIM, _EMBD)
+    yield weight("attn_k", _KV_HEADS * _HEAD_DIM, _EMBD)
+    yield weight("attn_v", _KV_HEADS * _HEAD_DIM, _EMBD)
+    yield weight("attn_output", _EMBD, _HEADS * _HEAD_DIM)
 
 
 def _attention_norms() -> Iterator[Tensor]:
-    yield _norm("attn_q_norm", _HEAD_DIM)
-    yield _norm("attn_k_norm", _HEAD_DIM)
+    yield norm("attn_q_norm", _HEAD_DIM)
+    yield norm("attn_k_norm", _HEAD_DIM)
 
 
 def _feed_forward() -> Iterator[Tensor]:
-    yield _weight("ffn_gate", _FF, _EMBD)
-    yield _weight("ffn_up", _FF, _EMBD)
-    yield _weight("ffn_down", _EMBD, _FF)
+    yield weight("ffn_gate", _FF, _EMBD)
+    yield weight("ffn_up", _FF, _EMBD)
+    yield weight("ffn_down", _EMBD, _FF)
 
 
 def _layer_norms() -> Iterator[Tensor]:
-    yield _norm("ffn_norm")
-    yield _norm("attn_norm")
+    yield norm("ffn_norm")
+    yield norm("attn_norm")
 
 
 def _dense(layer: int) -> Iterator[Tensor]:
@@ -160,8 +160,8 @@ MROPE = Recipe("qwen2vl", 3, _mrope, {"rope.dimension_sections": [8, 4, 4, 0]})
 
 def _window(layer: int) -> Iterator[Tensor]:
     yield from _dense(layer)
-    yield _norm("post_attention_norm")
-    yield _norm("post_ffw_norm")
+    yield norm("post_attention_norm")
+    yield norm("post_ffw_norm")
     yield from _attention_norms()
 
 
@@ -177,9 +177,9 @@ def _hybrid(layer: int) -> Iterator[Tensor]:
         yield from _attention()
         yield from _attention_norms()
     else:
-        yield _weight("shortconv.conv", _EMBD, 3)
-        yield _weight("shortconv.in_proj", 3 * _EMBD, _EMBD)
-        yield _weight("shortconv.out_proj", _EMBD, _EMBD)
+        yield weight("shortconv.conv", _EMBD, 3)
+        yield weight("shortconv.in_proj", 3 * _EMBD, _EMBD)
+        yield weight("shortconv.out_proj", _EMBD, _EMBD)
 
 
 # A layer without heads for keys and values is how lfm2 says that it has a convolution.
@@ -205,18 +205,18 @@ _MAMBA_KEYS: Mapping[str, Key] = {
 def _mamba2() -> Iterator[Tensor]:
     """A state whose slowest head has lost half after some 500 tokens, and whose fastest forgets within two."""
     mixed = _INNER + 2 * _GROUPS * _STATE
-    yield _weight("ssm_in", _INNER + mixed + _STATE_HEADS, _EMBD)
-    yield _weight("ssm_conv1d", mixed, _CONV)
+    yield weight("ssm_in", _INNER + mixed + _STATE_HEADS, _EMBD)
+    yield weight("ssm_conv1d", mixed, _CONV)
     yield _bias("ssm_conv1d", mixed)
     yield _bias("ssm_dt", _STATE_HEADS)
     yield Tensor("ssm_a", (_STATE_HEADS, 1), _constant(-np.geomspace(0.0015, 1.0, _STATE_HEADS, dtype=np.float32)[:, None]))
     yield Tensor("ssm_d", (_STATE_HEADS, 1), _constant(1.0))
     yield Tensor("ssm_norm.weight", (_GROUPS, _INNER // _GROUPS), _constant(1.0))
-    yield _weight("ssm_out", _EMBD, _INNER)
+    yield weight("ssm_out", _EMBD, _INNER)
 
 
 def _recurrent(layer: int) -> Iterator[Tensor]:
-    yield _norm("attn_norm")
+    yield norm("attn_norm")
     yield from _mamba2()
 
 
@@ -228,7 +228,7 @@ def _falcon_h1(layer: int) -> Iterator[Tensor]:
     yield from _attention()
     yield from _mamba2()
     yield from _feed_forward()
-    yield _norm("attn_norm")
+    yield norm("attn_norm")
     # The one norm whose name llama.cpp wants bare.
     yield Tensor("ffn_norm", (_EMBD,), _constant(1.0))
 
@@ -240,14 +240,14 @@ _Q_RANK, _KV_RANK, _ROPE = 64, 32, 32
 
 
 def _mla(layer: int) -> Iterator[Tensor]:
-    yield _weight("attn_q_a", _Q_RANK, _EMBD)
-    yield _norm("attn_q_a_norm", _Q_RANK)
-    yield _weight("attn_q_b", _HEADS * (_HEAD_DIM + _ROPE), _Q_RANK)
-    yield _weight("attn_kv_a_mqa", _KV_RANK + _ROPE, _EMBD)
-    yield _norm("attn_kv_a_norm", _KV_RANK)
-    yield _weight("attn_k_b", _HEADS, _KV_RANK, _HEAD_DIM)
-    yield _weight("attn_v_b", _HEADS, _HEAD_DIM, _KV_RANK)
-    yield _weight("attn_output", _EMBD, _HEADS * _HEAD_DIM)
+    yield weight("attn_q_a", _Q_RANK, _EMBD)
+    yield norm("attn_q_a_norm", _Q_RANK)
+    yield weight("attn_q_b", _HEADS * (_HEAD_DIM + _ROPE), _Q_RANK)
+    yield weight("attn_kv_a_mqa", _KV_RANK + _ROPE, _EMBD)
+    yield norm("attn_kv_a_norm", _KV_RANK)
+    yield weight("attn_k_b", _HEADS, _KV_RANK, _HEAD_DIM)
+    yield weight("attn_v_b", _HEADS, _HEAD_DIM, _KV_RANK)
+    yield weight("attn_output", _EMBD, _HEADS * _HEAD_DIM)
     yield from _feed_forward()
     yield from _layer_norms()
 
@@ -283,11 +283,11 @@ _INDEX_KEYS: Mapping[str, Key] = {
 def _two_caches(layer: int) -> Iterator[Tensor]:
     """A second cache holds keys by which each token picks the `_INDEX_TOP` cells it attends to."""
     yield from _mla(layer)
-    yield _norm("indexer.k_norm", _INDEX_DIM)
+    yield norm("indexer.k_norm", _INDEX_DIM)
     yield _bias("indexer.k_norm", _INDEX_DIM)
-    yield _weight("indexer.proj", _INDEX_HEADS, _EMBD)
-    yield _weight("indexer.attn_k", _INDEX_DIM, _EMBD)
-    yield _weight("indexer.attn_q_b", _INDEX_HEADS * _INDEX_DIM, _Q_RANK)
+    yield weight("indexer.proj", _INDEX_HEADS, _EMBD)
+    yield weight("indexer.attn_k", _INDEX_DIM, _EMBD)
+    yield weight("indexer.attn_q_b", _INDEX_HEADS * _INDEX_DIM, _Q_RANK)
 
 
 TWO_CACHES = Recipe("deepseek32", 3, _two_caches, {**_MLA_KEYS, **_INDEX_KEYS}, _WITH_OUTPUT)
@@ -299,7 +299,7 @@ _COMPRESS = [0, 4, 128]
 
 def _mixture(name: str, count: int, sets: int) -> Iterator[Tensor]:
     """Numbers by which a token's parallel streams are mixed: `count` of them, in `sets` that have a scale each."""
-    yield _weight(f"{name}_fn", count, _STREAMS * _EMBD)
+    yield weight(f"{name}_fn", count, _STREAMS * _EMBD)
     yield Tensor(f"{name}_base.weight", (count,), _constant(0.0))
     yield Tensor(f"{name}_scale.weight", (sets,), _constant(1.0))
 
@@ -307,28 +307,28 @@ def _mixture(name: str, count: int, sets: int) -> Iterator[Tensor]:
 def _compressor(name: str, size: int, ratio: int) -> Iterator[Tensor]:
     """Makes one key of `ratio` tokens. At a ratio of 4 neighbours overlap, which takes twice the numbers."""
     wide = 2 * size if ratio == 4 else size
-    yield _weight(f"{name}_kv", wide, _EMBD)
-    yield _weight(f"{name}_gate", wide, _EMBD)
-    yield _weight(f"{name}_ape", ratio, wide)
-    yield _norm(f"{name}_norm", size)
+    yield weight(f"{name}_kv", wide, _EMBD)
+    yield weight(f"{name}_gate", wide, _EMBD)
+    yield weight(f"{name}_ape", ratio, wide)
+    yield norm(f"{name}_norm", size)
 
 
 def _experts(name: str, *before: int) -> Iterator[Tensor]:
-    yield _weight(f"ffn_gate_{name}", *before, _EXPERT_FF, _EMBD)
-    yield _weight(f"ffn_up_{name}", *before, _EXPERT_FF, _EMBD)
-    yield _weight(f"ffn_down_{name}", *before, _EMBD, _EXPERT_FF)
+    yield weight(f"ffn_gate_{name}", *before, _EXPERT_FF, _EMBD)
+    yield weight(f"ffn_up_{name}", *before, _EXPERT_FF, _EMBD)
+    yield weight(f"ffn_down_{name}", *before, _EMBD, _EXPERT_FF)
 
 
 def _opaque(layer: int) -> Iterator[Tensor]:
     """A window alone in the first layer; beside it, one key for 4 tokens in the second and for 128 in the third."""
-    yield _weight("attn_q_a", _Q_RANK, _EMBD)
-    yield _norm("attn_q_a_norm", _Q_RANK)
-    yield _weight("attn_q_b", _HEADS * _HEAD_DIM, _Q_RANK)
-    yield _weight("attn_kv", _HEAD_DIM, _EMBD)
-    yield _norm("attn_kv_a_norm", _HEAD_DIM)
+    yield weight("attn_q_a", _Q_RANK, _EMBD)
+    yield norm("attn_q_a_norm", _Q_RANK)
+    yield weight("attn_q_b", _HEADS * _HEAD_DIM, _Q_RANK)
+    yield weight("attn_kv", _HEAD_DIM, _EMBD)
+    yield norm("attn_kv_a_norm", _HEAD_DIM)
     yield Tensor("attn_sinks.weight", (_HEADS,), _constant(0.0))
-    yield _weight("attn_output_a", _HEADS, _OUT_RANK, _HEAD_DIM)
-    yield _weight("attn_output_b", _EMBD, _HEADS * _OUT_RANK)
+    yield weight("attn_output_a", _HEADS, _OUT_RANK, _HEAD_DIM)
+    yield weight("attn_output_b", _EMBD, _HEADS * _OUT_RANK)
     yield from _mixture("hc_attn", (2 + _STREAMS) * _STREAMS, 3)
     yield from _mixture("hc_ffn", (2 + _STREAMS) * _STREAMS, 3)
     ratio = _COMPRESS[layer]
@@ -336,9 +336,9 @@ def _opaque(layer: int) -> Iterator[Tensor]:
         yield from _compressor("attn_compressor", _HEAD_DIM, ratio)
     if ratio == 4:
         yield from _compressor("indexer_compressor", _INDEX_DIM, ratio)
-        yield _weight("indexer.proj", _INDEX_HEADS, _EMBD)
-        yield _weight("indexer.attn_q_b", _INDEX_HEADS * _INDEX_DIM, _Q_RANK)
-    yield _weight("ffn_gate_inp", _EXPERTS, _EMBD)
+        yield weight("indexer.proj", _INDEX_HEADS, _EMBD)
+        yield weight("indexer.attn_q_b", _INDEX_HEADS * _INDEX_DIM, _Q_RANK)
+    yield weight("ffn_gate_inp", _EXPERTS, _EMBD)
     yield _bias("exp_probs_b", _EXPERTS)
     yield from _experts("exps", _EXPERTS)
     yield from _experts("shexp")
