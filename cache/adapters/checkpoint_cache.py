@@ -6,7 +6,7 @@
 import ctypes
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -33,6 +33,9 @@ from kvkeep.store.repository import DEFAULT_CAPACITY
 
 _LOG = logging.getLogger("kvkeep")
 
+# How long a look-up waits for what is about to be stored, where that is the only way back.
+FLUSH_SECONDS = 10.0
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HybridCheckpoint:
@@ -53,17 +56,23 @@ class HybridCheckpoint:
     seq_id: int
     # Everything up to `pos`, for a context that doesn't hold it any more; only of a checkpoint from the store.
     _full: Bytes | None = field(default=None, repr=False)
-    # Address of the model that it belongs to; 0 for one that somebody else made.
-    _model: int = field(default=0, repr=False)
+    # The tokens before it, little-endian int32.
+    _tokens: bytes = field(default=b"", repr=False)
+    # The cache that it comes from; None for one that somebody else made.
+    _origin: object = field(default=None, repr=False)
+    _lease: "_Lease | None" = field(default=None, repr=False)
+
+
+@dataclass(eq=False)
+class _Lease:
+    """The right to restore what lies in a context's own buffers, with the bytes that belong to it."""
+
+    data: bytes = b""
 
 
 # The newest device checkpoint of every context and sequence, whichever cache took it: llama.cpp keeps the tensors of one
 # only, and ends the process, or restores the other's, when it is handed an older one.
 _on_device: "weakref.WeakValueDictionary[tuple[int, int], _Lease]" = weakref.WeakValueDictionary()
-
-
-class _Lease:
-    """The right to restore what lies in a context's own buffers."""
 
 
 class HybridCheckpointCache(BaseLlamaCache):
@@ -119,9 +128,10 @@ class HybridCheckpointCache(BaseLlamaCache):
         self.checkpoints: list[HybridCheckpoint] = []
         self.reporter = Reporter()
         self._ctx = ctx
+        self._llm: weakref.ref[Any] | None = None
         self._context = Context(self._open_ctx)
         self._memory: Memory | None = None
-        self._leases: dict[int, _Lease] = {}
+        self._origin = object()
         # Checkpoints that the store doesn't have yet: by sequence, by the tokens before them.
         self._unsaved: dict[int, dict[bytes, Point]] = {}
         if llm is not None and max_checkpoints > 0 and not on_device:
@@ -131,6 +141,7 @@ class HybridCheckpointCache(BaseLlamaCache):
         options = session_options(llm, path, capacity_bytes, break_even=True, identity=identity)
         if _address(llm._ctx.ctx) != _address(self._ctx):
             raise UsageError("ctx isn't the context of llm: its states would be stored as another model's")
+        self._llm = weakref.ref(llm)
         self._memory = LiveContext(llm).memory
         self._backing = Backing(self.reporter, self._memory)
         self._backing.open(llm, options["path"], options["capacity_bytes"], options["extra"])
@@ -140,6 +151,10 @@ class HybridCheckpointCache(BaseLlamaCache):
     def _open_ctx(self) -> Any:
         if self._ctx is None:
             raise StoreClosed("the checkpoint cache is closed")
+        if self._llm is not None:
+            llm = self._llm()
+            if llm is None or llm._ctx.ctx is None:
+                raise StoreClosed("the model is closed")
         return self._ctx
 
     # -- save -----------------------------------------------------------------------------------------------------
@@ -164,7 +179,7 @@ class HybridCheckpointCache(BaseLlamaCache):
         return taken
 
     def _save(self, pos: int, tokens: Sequence[int], seq_id: int) -> bool:
-        if not self._is_worth_it():
+        if not self._is_worth_it() or not self._has_sequence(seq_id):
             return False
         prefix = token_bytes(tokens[:pos])
         if len(prefix) != pos * TOKEN_BYTES or pos < 1:
@@ -172,20 +187,33 @@ class HybridCheckpointCache(BaseLlamaCache):
         if self._context.pos_max(seq_id) != pos - 1:
             ends = self._context.pos_max(seq_id) + 1
             return self._refuse("position", f"sequence {seq_id} holds {ends} tokens, no checkpoint is taken at {pos}")
+        lease = None
         if self.on_device:
             # llama.cpp overwrites what an older one refers to.
             self.checkpoints = [old for old in self.checkpoints if old.seq_id != seq_id]
-            self._leases[seq_id] = _on_device[(_address(self._ctx), seq_id)] = _Lease()
+            lease = _on_device[(_address(self._ctx), seq_id)] = _Lease()
         data = self._context.copy(seq_id, self._flags)
         (digest,) = digests_at(prefix, [len(prefix)])
-        new = HybridCheckpoint(pos, data.tobytes(), digest.hex(), data.nbytes, seq_id, _model=self._model)
-        same = (new.seq_id, new.hash_val)
-        self.checkpoints = [old for old in self.checkpoints if (old.seq_id, old.hash_val) != same]
-        self.checkpoints = [*self.checkpoints, new][-self.max_checkpoints :]
+        new = HybridCheckpoint(
+            pos, data.tobytes(), digest.hex(), data.nbytes, seq_id, _tokens=prefix, _origin=self._origin, _lease=lease
+        )
+        if lease is not None:
+            lease.data = new.data
+        # The sequence holds these tokens now: below a checkpoint of others there are other keys and values.
+        self._forget(seq_id, lambda old: not prefix.startswith(old._tokens))
+        others = [old for old in self.checkpoints if (old.seq_id, old.hash_val) != (seq_id, new.hash_val)]
+        self.checkpoints = [*others, new][-self.max_checkpoints :]
         self._store(prefix, Point(pos, data), seq_id)
         if self.verbose:
             _LOG.info("a checkpoint of sequence %d at position %d: %d bytes", seq_id, pos, new.size)
         return True
+
+    def _forget(self, seq_id: int, gone: Callable[[HybridCheckpoint], bool]) -> None:
+        """Drop checkpoints of a sequence that stand on something that isn't there any more."""
+        if self._parts.kind is MemoryKind.RECURRENT:
+            # They stand on nothing.
+            return
+        self.checkpoints = [old for old in self.checkpoints if old.seq_id != seq_id or not gone(old)]
 
     def _store(self, prefix: bytes, point: Point, seq_id: int) -> None:
         """Hand a checkpoint to the writer, together with everything below it, without which it is of no use."""
@@ -203,12 +231,15 @@ class HybridCheckpointCache(BaseLlamaCache):
         points = [old for known, old in waiting.items() if cut and prefix.startswith(known)]
         waiting[prefix] = point
 
+        reporter = self.reporter
+
+        # Holds nothing of this object: one that goes is closed, and waited for, while its last job still waits.
         def run() -> None:
             cache = backing.cache
             if cache is None:
                 return
             saved = cache.save(tokens, state, form, points=points, seq_id=seq_id, pause=backing.pause)
-            self.reporter.saved(saved.written_bytes, saved.evicted)
+            reporter.saved(saved.written_bytes, saved.evicted)
             for known in [known for known in waiting if prefix.startswith(known)]:
                 waiting.pop(known, None)
 
@@ -227,8 +258,24 @@ class HybridCheckpointCache(BaseLlamaCache):
         stored: HybridCheckpoint | None = None
         with self.reporter.border("looking for a checkpoint"):
             live = self._in_memory(token_bytes(tokens), seq_id)
-            stored = self._in_store(tokens, seq_id, 0 if live is None else live.pos)
+            if self._backing is not None and self._has_sequence(seq_id):
+                if live is not None and not self._holds(live):
+                    # It may wait to be stored still.
+                    self._backing.flush(FLUSH_SECONDS)
+                    live = None
+                stored = self._in_store(tokens, seq_id, 0 if live is None else live.pos)
         return stored or live
+
+    def _holds(self, checkpoint: HybridCheckpoint) -> bool:
+        """Whether the keys and values below a checkpoint are still in the context, as far as can be seen."""
+        if self._parts.kind is MemoryKind.RECURRENT:
+            return True
+        llm = None if self._llm is None else self._llm()
+        if llm is not None and checkpoint.seq_id == 0:
+            shown = token_bytes(llm.input_ids[: min(llm.n_tokens, checkpoint.pos)])
+            if checkpoint._tokens and shown != checkpoint._tokens:
+                return False
+        return self._context.pos_max(checkpoint.seq_id) >= checkpoint.pos - 1
 
     def _in_memory(self, data: bytes, seq_id: int) -> HybridCheckpoint | None:
         fitting = [point for point in self.checkpoints if point.seq_id == seq_id and point.pos * TOKEN_BYTES <= len(data)]
@@ -255,8 +302,9 @@ class HybridCheckpointCache(BaseLlamaCache):
         data = (restored.state if match.is_opaque else partial_of(restored.state, self._memory)).tobytes()
         prefix = token_bytes(tokens[: restored.length])
         (digest,) = digests_at(prefix, [len(prefix)])
+        size = len(data)
         return HybridCheckpoint(
-            restored.length, data, digest.hex(), len(data), seq_id, _full=restored.state, _model=self._model
+            restored.length, data, digest.hex(), size, seq_id, _full=restored.state, _tokens=prefix, _origin=self._origin
         )
 
     # -- restore --------------------------------------------------------------------------------------------------
@@ -279,28 +327,33 @@ class HybridCheckpointCache(BaseLlamaCache):
         """Why a checkpoint mustn't reach llama.cpp; empty if it may."""
         if checkpoint.seq_id != seq_id:
             return f"it is of sequence {checkpoint.seq_id}, not of {seq_id}"
-        if checkpoint._model not in (0, self._model):
-            return "it is another model's"
+        if not self._has_sequence(seq_id):
+            return f"the context has no sequence {seq_id}"
+        if checkpoint._origin not in (None, self._origin):
+            return "it was taken by another cache, which may be another model's"
         if self.on_device:
+            lease = checkpoint._lease
             newest = _on_device.get((_address(self._ctx), seq_id))
-            if not any(checkpoint is known for known in self.checkpoints) or newest is not self._leases.get(seq_id):
+            known = any(checkpoint is mine for mine in self.checkpoints)
+            if lease is None or not known or newest is not lease or lease.data is not checkpoint.data:
                 return "its tensors are gone: a newer one of the same sequence has taken their place"
             return ""
+        if checkpoint.pos < 1:
+            return f"there is nothing before position {checkpoint.pos}"
         if checkpoint.pos > int(llama_cpp.llama_n_ctx_seq(self._context.ctx)):
             return f"it is at position {checkpoint.pos}, the context ends at {llama_cpp.llama_n_ctx_seq(self._context.ctx)}"
         if checkpoint._full is not None:
             return ""
-        has_below = self._parts.kind is MemoryKind.RECURRENT or self._context.pos_max(seq_id) >= checkpoint.pos - 1
-        if not has_below:
-            return f"the context holds {self._context.pos_max(seq_id) + 1} tokens, and it brings only what can't be cut"
+        if not self._holds(checkpoint):
+            return f"what stands below position {checkpoint.pos} is gone, and it brings only what can't be cut"
         return self._malformed(checkpoint)
 
     def _malformed(self, checkpoint: HybridCheckpoint) -> str:
-        if self._parts.kind is MemoryKind.UNKNOWN or int(llama_cpp.llama_n_seq_max(self._context.ctx)) > 1:
+        if self._parts.kind is MemoryKind.UNKNOWN:
             # Not to be told here; llama.cpp checks what it can.
             return ""
         try:
-            state = parse(checkpoint.data, Form.SEQUENCE, self._parts, partial=True)
+            state = parse(checkpoint.data, Form.SEQUENCE, self._parts, partial=True, any_streams=True)
         except KvkeepError as error:
             return str(error)
         if state.recurrent is not None and state.recurrent.pos != checkpoint.pos - 1:
@@ -325,17 +378,19 @@ class HybridCheckpointCache(BaseLlamaCache):
         if self._context.pos_max(seq_id) != checkpoint.pos - 1:
             llama_cpp.llama_memory_seq_rm(self._context.memory, seq_id, -1, -1)
             return self._refuse("taken", "llama.cpp took the checkpoint and stands somewhere else")
+        # What stood above it is cut away.
+        self._forget(seq_id, lambda other: other.pos > checkpoint.pos or not checkpoint._tokens.startswith(other._tokens))
         return True
+
+    def _has_sequence(self, seq_id: int) -> bool:
+        """llama.cpp ends the process when it is asked for a sequence that a context can't have."""
+        return 0 <= seq_id < int(llama_cpp.llama_n_seq_max(self._context.ctx))
 
     # -- the rest -------------------------------------------------------------------------------------------------
 
     @property
     def _flags(self) -> int:
         return PARTIAL_ONLY | (ON_DEVICE if self.on_device else 0)
-
-    @property
-    def _model(self) -> int:
-        return _address(llama_cpp.llama_get_model(self._context.ctx))
 
     @property
     def _parts(self) -> Memory:
@@ -365,10 +420,8 @@ class HybridCheckpointCache(BaseLlamaCache):
         return sum(len(checkpoint.data) for checkpoint in self.checkpoints)
 
     def clear(self) -> None:
-        """Forget all checkpoints in memory. What is on disk stays."""
+        """Forget all checkpoints in memory. What is on disk, or on its way there, stays."""
         self.checkpoints = []
-        self._leases = {}
-        self._unsaved = {}
 
     def flush(self, timeout: float | None = None) -> bool:
         """Return when everything is stored. False if `timeout` seconds weren't enough."""

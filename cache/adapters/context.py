@@ -80,6 +80,8 @@ class Context:
         Raises:
             StateRefused: fewer bytes were taken than given.
         """
+        if state.nbytes == 0:
+            raise StateRefused("a state has more than no bytes")
         pointer = state.ctypes.data_as(_BYTE_POINTER)
         taken = int(llama_cpp.llama_state_seq_set_data_ext(self.ctx, pointer, state.nbytes, seq_id, flags))
         if taken != state.nbytes:

@@ -394,14 +394,14 @@ def test_close_beside_a_restore_in_another_thread(dense: str, root: Path, monkey
     with attach(llm, root, break_even=False):
         first_logits(llm, PROMPT)
     begun, go_on = threading.Event(), threading.Event()
-    real = restore._block
+    real = restore._Assembly._blob
 
     def slow(*args: object) -> object:
         begun.set()
         assert go_on.wait(60)
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(restore, "_block", slow)
+    monkeypatch.setattr(restore._Assembly, "_blob", slow)
     keep = attach(llm, root, break_even=False)
     llm.reset()
     asking = threading.Thread(target=lambda: first_logits(llm, PROMPT))
@@ -445,7 +445,7 @@ with attach(llm, sys.argv[2], break_even=False, capacity_bytes=256 << 20) as kee
 
 
 def test_a_state_that_can_never_fit_is_not_copied_again_and_again(
-    hybrid: str, root: Path, monkeypatch: pytest.MonkeyPatch
+    opaque: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kvkeep.cache.adapters.context import LiveContext
     from kvkeep.cache.prefix_cache import PrefixCache
@@ -459,7 +459,7 @@ def test_a_state_that_can_never_fit_is_not_copied_again_and_again(
 
     monkeypatch.setattr(LiveContext, "copy_state", counted)
     monkeypatch.setattr(PrefixCache, "largest_bytes", 1000)
-    llm = load(hybrid)
+    llm = load(opaque)
     with attach(llm, root, break_even=False) as keep:
         for _ in range(3):
             first_logits(llm, PROMPT)

@@ -19,6 +19,7 @@ from kvkeep.cache import Reason, attach
 from kvkeep.store.check import check
 from kvkeep.store.errors import UsageError
 from kvkeep.store.registry import close_root, open_root
+from kvkeep.store.schema import REVISION
 
 PROMPT = random_tokens(200)
 OTHER = random_tokens(120, seed=7)
@@ -120,17 +121,16 @@ def test_damage_in_the_middle_leaves_what_stands_before_it(filled: Path, dense: 
 
 def test_a_state_that_llama_cpp_refuses(filled: Path, dense: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Verified bytes that llama.cpp doesn't take: nothing half loaded stays, and they aren't tried again."""
-    from kvkeep.cache import restore
+    from kvkeep.cache import prefix_cache
+    from kvkeep.cache.restore import Restored, assemble
 
-    real = restore._from_blocks
-
-    def with_a_wrong_row_size(*args: Any) -> restore.Restored:
-        restored = real(*args)
-        monkeypatch.setattr(restore, "_from_blocks", real)
+    def with_a_wrong_row_size(*args: Any) -> Restored:
+        restored = assemble(*args)
+        monkeypatch.setattr(prefix_cache, "assemble", assemble)
         restored.state[8 + 8 + 12 * restored.length + 8 + 4] ^= 1
         return restored
 
-    monkeypatch.setattr(restore, "_from_blocks", with_a_wrong_row_size)
+    monkeypatch.setattr(prefix_cache, "assemble", with_a_wrong_row_size)
     llm = load(dense)
     control = load(dense)
     with attach(llm, filled, break_even=False) as keep:
@@ -189,7 +189,7 @@ def newer_schema(path: Path) -> None:
 UNUSABLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a file": (file_in_place, "is a file"),
     "garbage": (garbage_index, "not a database"),
-    "newer": (newer_schema, "schema 97.1.0, which is newer than schema 0.1.0"),
+    "newer": (newer_schema, f"schema 97.1.0, which is newer than schema {REVISION}"),
 }
 
 
@@ -295,9 +295,9 @@ def test_something_that_is_no_model_is_named(tmp_path: Path) -> None:
 
 
 def test_an_embedding_model_without_memory_is_left_alone(dense: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvkeep.cache.adapters.context import LiveContext
+    from kvkeep.cache.adapters.context import Context
 
-    monkeypatch.setattr(LiveContext, "_memory", None)
+    monkeypatch.setattr(Context, "memory", None)
     llm = load(dense)
     with attach(llm, root) as keep:
         assert keep.path is None

@@ -369,16 +369,16 @@ llm = llamas.load(model)
 with attach(llm, root, break_even=False):
     llamas.first_logits(llm, prompt)
 llm = llamas.load(model)
-block, begun, go_on = restore._block, threading.Event(), threading.Event()
+blob, begun, go_on = restore._Assembly._blob, threading.Event(), threading.Event()
 def slow(*args):
     begun.set()
     assert go_on.wait(60)
-    return block(*args)
+    return blob(*args)
 def interrupt():
     begun.wait(60)
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
     threading.Timer(1.0, go_on.set).start()
-restore._block = lambda value, node, layout: block(value, node, layout) if node.start == 0 else slow(value, node, layout)
+restore._Assembly._blob = lambda self, entry, layout: (blob if entry.start == 0 else slow)(self, entry, layout)
 threading.Thread(target=interrupt).start()
 try:
     with attach(llm, root, break_even=False):

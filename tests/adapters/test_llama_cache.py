@@ -248,16 +248,52 @@ def test_a_closed_cache_does_nothing_any_more(dense: str, root: Path, end: str) 
     cache.close()
 
 
-def test_by_hand_a_memory_that_cannot_be_cut_is_a_key_error(window: str, root: Path) -> None:
-    """Its state is kept in the sequence form, which load_state would take for a whole one."""
-    llm, cache = with_cache(window, root)
-    stream = llm.generate(PROMPT, temp=0.0)
-    next(stream)
-    stream.close()
+def with_a_stored_prompt(path: str, root: Path) -> tuple[Any, PersistentLlamaCache]:
+    llm, cache = with_cache(path, root)
+    first_logits(llm, PROMPT)
     cache.flush()
     llm.reset()
+    return llm, cache
+
+
+@pytest.mark.parametrize("kind", ["window", "recurrent", "hybrid", "hybrid_window"])
+def test_by_hand_an_item_of_any_memory_is_a_state_that_any_llama_can_load(
+    kind: str, root: Path, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(kind)
+    _llm, cache = with_a_stored_prompt(model, root)
+    target = load(model)
+    target.load_state(cache[[*PROMPT, 5]])
+    assert target.n_tokens == len(PROMPT)
+    before = n_decoded(target)
+    np.testing.assert_allclose(first_logits(target, [*PROMPT, 5]), first_logits(load(model), [*PROMPT, 5]), atol=2e-3)
+    assert n_decoded(target) - before == 1
+    cache.close()
+
+
+def test_by_hand_an_item_of_a_masked_window_has_no_more_cells_than_its_ring(window: str, root: Path) -> None:
+    """Of a long chat all of the windowed cache is stored, state by state; no context has that many cells for it."""
+    options = {"swa_full": False, "n_ubatch": 32}
+    llm = load(window, **options)
+    cache = PersistentLlamaCache.for_model(llm, root, break_even=False)
+    chat = random_tokens(600)
+    for length in range(40, 601, 40):
+        first_logits(llm, chat[:length])
+        cache.flush()
+    llm.reset()
+    target = load(window, **options)
+    target.load_state(cache[[*chat, 5]])
+    assert target.n_tokens == 600
+    cold = load(window, **options)
+    np.testing.assert_allclose(first_logits(target, [*chat, 5]), first_logits(cold, [*chat, 5]), atol=2e-3)
+    cache.close()
+
+
+def test_by_hand_a_memory_that_cannot_be_cut_is_a_key_error(opaque: str, root: Path) -> None:
+    """Its state is kept in the sequence form, which load_state would take for a whole one."""
+    _llm, cache = with_a_stored_prompt(opaque, root)
     item = cache[[*PROMPT, 5]]
-    target = load(window)
+    target = load(opaque)
     with pytest.raises(KeyError, match="sequence form"):
         target.load_state(item)
     assert target.n_tokens == 0

@@ -1,17 +1,24 @@
 """Who has to go when the budget is full."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
-from entries import ROOT, block, chain_of, key_of, noise, opaque, store
+from entries import ROOT, block, chain_of, key_of, noise, opaque, recurrent, store, windowed
+from synthetic import HYBRID, Made, dense_layout, hybrid_window_model, random_tokens, window_model
 
 from kvkeep.cache import budget
-from kvkeep.store import checkpoints, nodes
+from kvkeep.cache.prefix_cache import PrefixCache
+from kvkeep.store import checkpoints, nodes, windows
 from kvkeep.store.blobs import PAGE_BYTES
+from kvkeep.store.checkpoints import Checkpoint
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import TooLarge
+from kvkeep.store.frame import Kind
 from kvkeep.store.hashing import PrefixHash
+from kvkeep.store.nodes import Node
 from kvkeep.store.registry import close_root, open_root
 from kvkeep.store.repository import NewEntry, Repository
 
@@ -29,7 +36,7 @@ def tight(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
 
 def entries(repository: Repository) -> list[Entry]:
     with repository.rows() as connection:
-        return [*nodes.every(connection), *checkpoints.every(connection)]
+        return [*nodes.every(connection), *windows.every(connection), *checkpoints.every(connection)]
 
 
 def keys(repository: Repository) -> set[PrefixHash]:
@@ -44,7 +51,7 @@ def age(repository: Repository, *order: NewEntry) -> None:
     """The first one is the least recently used."""
     with repository.index.write() as connection:
         for used, entry in enumerate(order):
-            for table in ("node", "checkpoint"):
+            for table in ("node", "window", "checkpoint"):
                 connection.exec_driver_sql(f"UPDATE {table} SET used = ? WHERE blob = ?", (float(used), entry.row.blob))
 
 
@@ -187,3 +194,146 @@ def test_footprint_is_what_lmdb_really_takes(tight: Repository) -> None:
     with tight.writing() as writing:
         assert writing.sweep() == len(sizes)
     assert key_of(lonely(1)) != ROOT
+
+
+# -- what stands on nodes ----------------------------------------------------------------------------------------------
+
+
+def blobs(repository: Repository) -> set[bytes]:
+    return {entry.blob for entry in entries(repository)}
+
+
+def names(*entries: NewEntry) -> set[bytes]:
+    return {entry.row.blob for entry in entries}
+
+
+def test_checkpoints_and_windows_go_with_the_node_that_they_stand_on(tight: Repository) -> None:
+    line = chain_of([1, 2, 3, 4], [5, 6, 7, 8], payload=noise(4 * MB))
+    first, second = line
+    above = [
+        recurrent([5, 6], anchor=key_of(first), border=4),
+        recurrent([], anchor=key_of(second), border=8),
+        windowed([5, 6, 7, 8], skip=1, anchor=key_of(first), border=4),
+        windowed([9], anchor=key_of(second), border=8),
+    ]
+    below = [recurrent([], anchor=key_of(first), border=4), recurrent([1, 2, 3]), windowed([1, 2, 3, 4])]
+    store(tight, [*line, *above, *below])
+    age(tight, second, *below, *above, first)
+    make_room(tight, 3 * MB)
+    assert blobs(tight) == names(first, *below)
+
+
+def test_an_opaque_state_stands_on_nothing(tight: Repository) -> None:
+    node, state = block([1, 2, 3, 4], payload=noise(8 * MB)), opaque([1, 2, 3])
+    store(tight, [node, state])
+    age(tight, node, state)
+    make_room(tight, 4 * MB)
+    assert blobs(tight) == names(state)
+
+
+def test_a_node_takes_nothing_along_that_stands_on_another(tight: Repository) -> None:
+    mine, theirs = block([1, 2, 3, 4]), block([1, 2, 9, 9], payload=noise(8 * MB))
+    above = [recurrent([1, 2, 3]), recurrent([], anchor=key_of(mine), border=4), windowed([1, 2, 3, 4])]
+    store(tight, [mine, theirs, *above])
+    age(tight, theirs, mine, *above)
+    make_room(tight, 4 * MB)
+    assert blobs(tight) == names(mine, *above)
+
+
+def test_a_node_takes_nothing_along_that_another_covers_too(tight: Repository) -> None:
+    mine, theirs = block([1, 2, 3, 4]), block([1, 2, 9, 9], payload=noise(8 * MB))
+    above = [recurrent([1, 2]), windowed([1, 2])]
+    store(tight, [mine, theirs, *above])
+    age(tight, theirs, mine, *above)
+    make_room(tight, 4 * MB)
+    assert blobs(tight) == names(mine, *above)
+
+
+def test_windows_go_by_their_age_and_leave_their_nodes(tight: Repository) -> None:
+    node = block([1, 2, 3, 4], payload=noise(MB))
+    old, new = windowed([1, 2, 3, 4], payload=noise(4 * MB)), windowed([7], payload=noise(4 * MB, 1))
+    store(tight, [node, old, new])
+    age(tight, old, node, new)
+    make_room(tight, 3 * MB)
+    assert blobs(tight) == names(node, new)
+
+
+def test_protected_checkpoints_and_windows_stay(tight: Repository) -> None:
+    old, row = (
+        recurrent([], anchor=PrefixHash(b"e" * 32), border=4, payload=noise(2 * MB)),
+        windowed([7], payload=noise(2 * MB, 1)),
+    )
+    others = [lonely(i) for i in range(6)]
+    store(tight, [old, row, *others])
+    age(tight, old, row, *others)
+    with tight.writing() as writing:
+        budget.make_room(writing, 4 * MB, {budget.key_of(old.row), budget.key_of(row.row)})
+    assert names(old, row) <= blobs(tight)
+
+
+def uncovered(repository: Repository) -> list[Entry]:
+    """Windows and checkpoints whose tokens no unbroken line of nodes has."""
+    found = entries(repository)
+    by_key = {node.key: node for node in found if isinstance(node, Node)}
+    roots = {node.parent for node in by_key.values() if node.start == 0}
+
+    def is_there(key: PrefixHash) -> bool:
+        while key in by_key:
+            key = by_key[key].parent
+        return key in roots
+
+    def covers(node: Node, entry: Entry) -> bool:
+        return node.anchor == entry.anchor and node.path.startswith(entry.path) and is_there(node.key)
+
+    needy = [entry for entry in found if not isinstance(entry, Node)]
+    needy = [entry for entry in needy if not (isinstance(entry, Checkpoint) and entry.kind == Kind.OPAQUE)]
+    return [
+        entry
+        for entry in needy
+        if not (any(covers(node, entry) for node in by_key.values()) or (not entry.path and is_there(entry.anchor)))
+    ]
+
+
+# Values of several pages, as those of real models.
+LARGE = replace(HYBRID, caches=(dense_layout(2, 64),), tensor_bytes=9000)
+LARGE_WINDOW = replace(window_model(24, full=True), caches=LARGE.caches, window=dense_layout(2, 64))
+LARGE_BOTH = replace(hybrid_window_model(40), window=dense_layout(2, 64), tensor_bytes=9000)
+
+
+@pytest.mark.parametrize("made", [LARGE, LARGE_WINDOW, LARGE_BOTH], ids=["hybrid", "window", "hybrid with a window"])
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_outlives_its_nodes_and_what_was_just_saved_is_all_there(
+    root: Path, monkeypatch: pytest.MonkeyPatch, made: Made, seed: int
+) -> None:
+    monkeypatch.setattr(budget, "largest", lambda _: 150 * PAGE_BYTES)
+    repository = open_root(root, 64 * MB)
+    cache = PrefixCache(repository, made.identity(), block_tokens=16)
+    rng = Random(seed)
+    chats: list[list[int]] = [[]]
+    evicted = 0
+    for number in range(25):
+        trunk = rng.choice(chats[-4:])
+        chat = trunk[: rng.randint(0, len(trunk))][:150] + random_tokens(rng.randint(1, 60), seed=1000 * seed + number)
+        points = [made.point(chat[:at]) for at in rng.sample(range(1, len(chat) + 1), min(2, len(chat)))]
+        points = [point for point in points if made.tensor_bytes and point.pos < len(chat)]
+        evicted += cache.save(chat, made.state(chat), points=points).evicted
+        chats.append(chat)
+        assert uncovered(repository) == []
+        assert cache.match(chat).length == len(chat)
+    assert evicted > 20
+    close_root(repository)
+
+
+def test_the_nodes_of_another_chat_that_cover_a_new_checkpoint_stay_for_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repository = open_root(root, 64 * MB)
+    cache = PrefixCache(repository, LARGE.identity(), block_tokens=16)
+    chat = random_tokens(42)
+    cache.save(chat, LARGE.state(chat))
+    # The checkpoint of the longer chat is room enough for that of the shorter one.
+    room = repository.blobs.used_bytes + 2 * PAGE_BYTES
+    monkeypatch.setattr(budget, "largest", lambda _: room)
+    saved = cache.save(chat[:37], LARGE.state(chat[:37]))
+    assert (saved.written, saved.evicted >= 1) == (1, True)
+    assert cache.match(chat[:37]).length == 37
+    assert uncovered(repository) == []
+    close_root(repository)

@@ -10,16 +10,24 @@ import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from synthetic import SMALL, fingerprint_of, identity, state_of
+from synthetic import ATTENTION, HYBRID, RECURRENT, Made, fingerprint_of, window_model
 
-from kvkeep.cache.prefix_cache import PrefixCache
+from kvkeep.cache.prefix_cache import PrefixCache, token_bytes
 from kvkeep.cache.radix import common_tokens
-from kvkeep.store import nodes
+from kvkeep.cache.state import Form
+from kvkeep.store import checkpoints, nodes, windows
 from kvkeep.store.check import Trouble, check
+from kvkeep.store.checkpoints import Checkpoint
+from kvkeep.store.entry import Entry
+from kvkeep.store.hashing import PrefixHash, chain
 from kvkeep.store.nodes import Node
 from kvkeep.store.registry import close_root, open_root
+from kvkeep.store.windows import Window
 
 B = 4
+ROOT = PrefixHash(fingerprint_of("model"))
+# A window that is kept in full: what has been saved can be restored at any position, as long as nothing is removed.
+WINDOW = window_model(6, full=True)
 # Few different tokens: chats share beginnings, part, and meet again.
 chats = st.lists(st.integers(0, 2), min_size=1, max_size=14)
 
@@ -37,15 +45,25 @@ def teardown_module() -> None:
     _empty_root.cache_clear()
 
 
+def numbers(tokens: bytes) -> list[int]:
+    found: list[int] = np.frombuffer(tokens, "<i4").tolist()
+    return found
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    return common_tokens(token_bytes(one), token_bytes(other))
+
+
 class CacheLife(RuleBasedStateMachine):
     """Saves, restores, removals, damage and restarts in any order.
 
     What a prefix must look like is a function of its tokens. How much of a prompt must be found is read from the rows
-    themselves, by following parents instead of searching.
+    themselves, by following parents instead of searching, and by trying every position.
     """
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(made=st.sampled_from([ATTENTION, WINDOW, HYBRID, RECURRENT]))
+    def begin(self, made: Made) -> None:
+        self.made = made
         self.path = Path(tempfile.mkdtemp(prefix="kvkeep-model-"))
         shutil.copytree(_empty_root(), self.path, dirs_exist_ok=True)
         self.open()
@@ -53,27 +71,57 @@ class CacheLife(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.repository = open_root(self.path)
-        self.cache = PrefixCache(self.repository, identity(), block_tokens=B)
+        self.cache = PrefixCache(self.repository, self.made.identity(), block_tokens=B)
 
     def teardown(self) -> None:
         if hasattr(self, "repository"):
             close_root(self.repository)
             shutil.rmtree(self.path)
 
-    def rows(self) -> list[Node]:
+    def rows(self) -> list[Entry]:
         with self.repository.rows() as connection:
-            return list(nodes.every(connection))
+            return [*nodes.every(connection), *windows.every(connection), *checkpoints.every(connection)]
 
     def reachable(self) -> list[list[int]]:
         """All tokens of every node that has all its parents."""
-        rows = {node.key: node for node in self.rows()}
+        rows = {node.key: node for node in self.rows() if isinstance(node, Node)}
         found: list[list[int]] = []
         for node in rows.values():
             tokens, parent = node.tokens, node.parent
             while parent in rows:
                 tokens, parent = rows[parent].tokens + tokens, rows[parent].parent
-            if parent == fingerprint_of("model"):
-                found.append(np.frombuffer(tokens, "<i4").tolist())
+            if parent == ROOT:
+                found.append(numbers(tokens))
+        return found
+
+    def expected(self, prompt: Sequence[int]) -> int:
+        """How much of a prompt can be restored."""
+        memory = self.made.memory
+        length = len(prompt)
+        if memory.has_attention:
+            length = max((common(chat, prompt) for chat in self.reachable()), default=0)
+        below = self.below_borders()
+        whole = {(below[row.anchor], row.path): row for row in self.rows() if not isinstance(row, Node)}
+        taken = {(*before, *numbers(path)) for (before, path), row in whole.items() if isinstance(row, Checkpoint)}
+        kept = [(row.start, (*before, *numbers(path))) for (before, path), row in whole.items() if isinstance(row, Window)]
+
+        def is_there(at: int) -> bool:
+            return any(start <= at < len(tokens) and tokens[: at + 1] == tuple(prompt[: at + 1]) for start, tokens in kept)
+
+        for pos in range(length, 0, -1):
+            if memory.is_recurrent and tuple(prompt[:pos]) not in taken:
+                continue
+            first = pos if memory.window is None else min(memory.window.first_needed(pos), pos - 1)
+            if all(is_there(at) for at in range(first, pos)):
+                return pos
+        return 0
+
+    def below_borders(self) -> dict[PrefixHash, tuple[int, ...]]:
+        """The tokens before every block border of everything that was ever saved."""
+        found: dict[PrefixHash, tuple[int, ...]] = {ROOT: ()}
+        for chat in self.known:
+            for number, key in enumerate(chain(fingerprint_of("model"), token_bytes(chat), B * 4), 1):
+                found[key] = tuple(chat[: number * B])
         return found
 
     def prompt(self, data: st.DataObject) -> list[int]:
@@ -86,35 +134,44 @@ class CacheLife(RuleBasedStateMachine):
         match = self.cache.match(prompt)
         restored = self.cache.restore(match, prompt)
         assert restored.length <= match.length <= len(prompt)
-        expected = state_of(SMALL, prompt[: restored.length]) if restored.length else np.empty(0, np.uint8)
+        beginning = prompt[: restored.length]
+        expected = self.made.state(beginning, first=self.first(restored.length)) if beginning else np.empty(0, np.uint8)
         assert np.array_equal(restored.state, expected)
-        assert bool(restored.damaged) == (restored.length < match.length)
+        assert restored.damaged or restored.length == match.length
+        # Another row may have the same part of a window.
+        assert restored.length < match.length or not restored.damaged or self.made.window is not None
         self.cache.quarantine(restored.damaged)
         return restored.length
 
-    @rule(data=st.data())
-    def save(self, data: st.DataObject) -> None:
+    def first(self, length: int) -> int:
+        """The lowest position that a restored window has."""
+        window = self.made.memory.window
+        return 0 if window is None else window.first_written(length)
+
+    @rule(data=st.data(), form=st.sampled_from(Form))
+    def save(self, data: st.DataObject, form: Form) -> None:
         chat = self.prompt(data)
-        saved = self.cache.save(chat, state_of(SMALL, chat))
+        taken = data.draw(st.sets(st.integers(1, len(chat) - 1), max_size=2)) if len(chat) > 1 else set()
+        points = [self.made.point(chat[:pos]) for pos in taken if self.made.memory.is_recurrent]
+        saved = self.cache.save(chat, self.made.state(chat, form), form, points=points)
         self.known.append(chat)
         assert (saved.tokens, saved.evicted, saved.opaque) == (len(chat), 0, False)
-        assert self.cache.match(chat).length == len(chat)
-        assert self.cache.save(chat, state_of(SMALL, chat)).written == 0
+        for pos in [*(point.pos for point in points), len(chat)]:
+            assert self.cache.match(chat[:pos]).length == pos
+        assert self.cache.save(chat, self.made.state(chat, form), form, points=points).written == 0
 
     @rule(data=st.data())
     def restore(self, data: st.DataObject) -> None:
         prompt = self.prompt(data)
-        tokens = np.asarray(prompt, "<i4").tobytes()
-        stored = [common_tokens(np.asarray(chat, "<i4").tobytes(), tokens) for chat in self.reachable()]
-        assert self.cache.match(prompt).length == max(stored, default=0)
+        assert self.cache.match(prompt).length == self.expected(prompt)
         self.restored(prompt)
 
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         rows = self.rows()
-        chosen = data.draw(st.lists(st.sampled_from(rows), max_size=3, unique_by=lambda node: node.id)) if rows else []
+        chosen = data.draw(st.lists(st.sampled_from(rows), max_size=3, unique=True)) if rows else []
         assert self.cache.remove(chosen) == len(chosen)
-        assert {node.id for node in self.rows()} == {node.id for node in rows} - {node.id for node in chosen}
+        assert set(self.rows()) == set(rows) - set(chosen)
 
     @rule(data=st.data(), at=st.integers(0, 10_000))
     def damage(self, data: st.DataObject, at: int) -> None:
@@ -133,10 +190,10 @@ class CacheLife(RuleBasedStateMachine):
             self.restored(tokens)
         with self.repository.writing() as writing:
             writing.remove_damaged(self.rows())
-        assert victim.key not in {node.key for node in self.rows()}
+        assert victim not in self.rows()
 
-    def leads_to(self, chat: Sequence[int], node: Node) -> bool:
-        return any(step.key == node.key for step, _ in self.cache.match(chat).plan)
+    def leads_to(self, chat: Sequence[int], entry: Entry) -> bool:
+        return entry in self.cache.match(chat).entries
 
     @rule()
     def reopen(self) -> None:
@@ -152,6 +209,6 @@ class CacheLife(RuleBasedStateMachine):
 
 
 CacheLife.TestCase.settings = settings(
-    deadline=None, max_examples=40, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
+    deadline=None, max_examples=60, stateful_step_count=25, suppress_health_check=[HealthCheck.too_slow]
 )
 TestCacheLife = CacheLife.TestCase

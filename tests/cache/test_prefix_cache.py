@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,9 +13,9 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from sqlalchemy import text
-from synthetic import ARCH, SMALL, dense_layout, identity, random_tokens, state_of
+from synthetic import ARCH, HYBRID, RECURRENT, SMALL, Made, dense_layout, identity, random_tokens, state_of
 
-from kvkeep.cache import budget
+from kvkeep.cache import batches, budget, points
 from kvkeep.cache import save as save_module
 from kvkeep.cache.batches import Saved
 from kvkeep.cache.layout import Bytes, Layout
@@ -313,7 +314,7 @@ def test_growing_chat_writes_about_what_it_adds(repository: Repository) -> None:
 
 
 def test_long_state_is_written_in_several_batches(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_module, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(batches, "BATCH_BYTES", 20_000)
     chat = random_tokens(300)
     assert keep(cache, chat).written == 19
     assert fetch(cache, chat).length == 300
@@ -323,7 +324,7 @@ def test_an_interrupted_save_leaves_a_first_part_that_is_good(cache: PrefixCache
     chat = random_tokens(300)
     original = save_module.codec.encode
     with monkeypatch.context() as patch:
-        patch.setattr(save_module, "BATCH_BYTES", 20_000)
+        patch.setattr(batches, "BATCH_BYTES", 20_000)
         script = iter("." * 12)
 
         def encode(plain: Any) -> bytes:
@@ -346,14 +347,14 @@ def test_an_interrupted_save_leaves_a_first_part_that_is_good(cache: PrefixCache
 def shuffled(tokens: Sequence[int], layout: Layout, seed: int = 0) -> Bytes:
     """The same state with its cells in another order, as after a cut-back that left holes."""
     order = np.random.default_rng(seed).permutation(len(tokens))
-    source = blank([layout], len(tokens))[1]
+    source = np.arange(len(tokens), dtype="<i4")
     data = state_of(layout, tokens)
     parsed = parse(data, Form.SEQUENCE, Memory(MemoryKind.ATTENTION, None, layout.v_trans, layout.ext))
     buffer, target = blank([layout], len(tokens))
     for array, original in zip(target.caches[0].arrays, parsed.caches[0].arrays, strict=True):
         array[...] = original[:, order, :]
     records = buffer[16 : 16 + len(tokens) * layout.cell_bytes].reshape(len(tokens), -1)
-    records[:, :4] = source.positions[order].astype("<i4")[:, None].view(np.uint8)
+    records[:, :4] = source[order][:, None].view(np.uint8)
     return buffer
 
 
@@ -476,6 +477,79 @@ def test_the_longer_of_blocks_and_opaque_state_is_taken(cache: PrefixCache) -> N
     cache.save(CHAT[:40], WHOLE)
     assert cache.match(CHAT).checkpoint is not None
     assert fetch(cache, CHAT, at_most=39).length == 30
+
+
+# -- thinning ----------------------------------------------------------------------------------------------------------
+
+LONG = random_tokens(1000, seed=8)
+
+
+def positions(cache: PrefixCache, seq_id: int = 0) -> list[int]:
+    with cache.repository.rows() as connection:
+        return sorted(point.pos for point in checkpoints.every(connection) if point.seq_id == seq_id)
+
+
+def keep_points(cache: PrefixCache, made: Made, tokens: Sequence[int], *taken: int, **options: Any) -> Saved:
+    return cache.save(tokens, made.state(tokens), points=[made.point(tokens[:at]) for at in taken], **options)
+
+
+def assert_spread(found: list[int], end: int) -> None:
+    gaps = [b - a for a, b in pairwise([0, *found])]
+    assert max(gaps) <= 3 * end / points.MAX_POINTS
+
+
+@pytest.mark.parametrize("made", [HYBRID, RECURRENT], ids=["hybrid", "recurrent"])
+def test_of_too_many_checkpoints_a_spread_remains(repository: Repository, made: Made) -> None:
+    cache = PrefixCache(repository, made.identity(), block_tokens=B)
+    keep_points(cache, made, LONG, *range(10, 1000, 10))
+    found = positions(cache)
+    assert len(found) == points.MAX_POINTS
+    assert found[-points.NEWEST :] == [980, 990, 1000]
+    assert_spread(found, 1000)
+    assert [cache.match(LONG[:at]).length for at in found] == found
+    assert len(repository.blobs) == len(entries(cache))
+
+
+def test_a_growing_chat_keeps_a_spread_of_its_checkpoints(repository: Repository) -> None:
+    cache = PrefixCache(repository, HYBRID.identity(), block_tokens=B)
+    for end in range(20, 1001, 20):
+        keep_points(cache, HYBRID, LONG[:end], end - 1)
+        assert len(positions(cache)) <= points.MAX_POINTS
+        assert cache.match(LONG[:end]).length == end
+    assert_spread(positions(cache), 1000)
+
+
+def test_thinning_one_chat_leaves_the_others_alone(repository: Repository) -> None:
+    cache = PrefixCache(repository, HYBRID.identity(), block_tokens=B)
+    branch = [*LONG[:300], *random_tokens(200, seed=9)]
+    keep_points(cache, HYBRID, branch, *range(310, 500, 10))
+    keep_points(cache, HYBRID, LONG[:100], *range(5, 100, 5), seq_id=1)
+    keep_points(cache, HYBRID, LONG, *range(10, 1000, 10))
+    assert [at for at in range(310, 501, 10) if cache.match(branch[:at]).length == at] == list(range(310, 501, 10))
+    assert positions(cache, seq_id=1) == list(range(5, 101, 5))
+
+
+def test_the_checkpoints_of_one_chat_take_no_more_than_their_share(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "largest", lambda _: 400_000)
+    made = Made(HYBRID.memory, HYBRID.caches, tensor_bytes=8000)
+    cache = PrefixCache(repository, made.identity(), block_tokens=B)
+    keep_points(cache, made, LONG[:200], *range(20, 200, 20))
+    with repository.rows() as connection:
+        found = list(checkpoints.every(connection))
+    assert 2 <= len(found) < 10
+    assert sum(point.stored_bytes for point in found) <= 400_000 * save_module.POINTS_SHARE
+    assert cache.match(LONG).length == 200
+
+
+def test_one_checkpoint_stays_however_large_it_is(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "largest", lambda _: 200_000)
+    made = Made(HYBRID.memory, HYBRID.caches, tensor_bytes=50_000)
+    cache = PrefixCache(repository, made.identity(), block_tokens=B)
+    for end in (20, 30, 40):
+        keep_points(cache, made, LONG[:end])
+        assert positions(cache) == [end]
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -850,3 +924,21 @@ def test_a_forked_child_restores_with_threads_of_its_own(root: Path) -> None:
     # The pool's threads stay with the parent: the child would wait for them forever.
     support = str(Path(__file__).parents[1] / "support")
     subprocess.run([sys.executable, "-c", FORK, str(root), support], timeout=60, check=True)
+
+
+def test_what_was_replaced_since_the_match_is_no_damage(cache: PrefixCache) -> None:
+    """The writer may put a full block in the place of a tail's pieces between a match and its restore."""
+    keep(cache, CHAT[:20])
+    match = cache.match(CHAT[:20])
+    keep(cache, CHAT[:40])
+    restored = cache.restore(match, CHAT[:20])
+    assert (restored.length, restored.damaged, restored.detail) == (20, (), "")
+    assert np.array_equal(restored.state, state_of(SMALL, CHAT[:20]))
+
+
+def test_what_was_evicted_since_the_match_is_no_damage(cache: PrefixCache) -> None:
+    keep(cache, CHAT)
+    match = cache.match(CHAT)
+    cache.remove(entries(cache)[1:])
+    restored = cache.restore(match, CHAT)
+    assert (restored.length, restored.damaged) == (16, ())

@@ -73,6 +73,10 @@ def test_flipped_magic_kind_or_length_is_refused() -> None:
         for bit in range(8):
             damaged = bytearray(SAMPLE)
             damaged[at] ^= 1 << bit
+            if at == 4 and damaged[at] in Kind.__members__.values():
+                # Another kind that there is: the row says which one is meant.
+                assert frame.unpack(damaged)[0].kind == damaged[at] != SAMPLE_HEADER.kind
+                continue
             with pytest.raises(BadFrame):
                 frame.unpack(damaged)
 

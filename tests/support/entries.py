@@ -7,10 +7,11 @@ import numpy as np
 from kvkeep.store import codec, frame, namespaces
 from kvkeep.store.checkpoints import NewCheckpoint
 from kvkeep.store.frame import FrameHeader, Kind
-from kvkeep.store.hashing import Fingerprint, PrefixHash, blob_id, extend
+from kvkeep.store.hashing import Fingerprint, PrefixHash, blob_id, extend, prefix_of
 from kvkeep.store.namespaces import Namespace
 from kvkeep.store.nodes import NewNode
 from kvkeep.store.repository import NewEntry, Repository
+from kvkeep.store.windows import NewWindow
 
 FINGERPRINT = Fingerprint(bytes(range(32)))
 OTHER_FINGERPRINT = Fingerprint(bytes(range(32, 64)))
@@ -81,6 +82,43 @@ def opaque(tokens: Sequence[int], payload: bytes = b"whole state " * 20, *, root
     view[:] = np.frombuffer(payload, np.uint8)
     value = codec.encode(plain)
     row = NewCheckpoint(Kind.OPAQUE, 0, len(tokens), prefix, root, path, blob_id(plain.data), len(value), plain.size)
+    return NewEntry(row, value)
+
+
+def recurrent(
+    tokens: Sequence[int],
+    payload: bytes = b"tensors " * 20,
+    *,
+    anchor: PrefixHash = ROOT,
+    border: int = 0,
+    seq_id: int = 0,
+) -> NewEntry:
+    """A checkpoint of recurrent tensors, `tokens` behind the block border `anchor` at position `border`."""
+    path = token_bytes(tokens)
+    prefix = prefix_of(anchor, path)
+    plain, view = frame.allocate(FrameHeader(Kind.RECURRENT, prefix, anchor, border, path, b"\4"), len(payload))
+    view[:] = np.frombuffer(payload, np.uint8)
+    value = codec.encode(plain)
+    pos = border + len(tokens)
+    row = NewCheckpoint(Kind.RECURRENT, seq_id, pos, prefix, anchor, path, blob_id(plain.data), len(value), plain.size)
+    return NewEntry(row, value)
+
+
+def windowed(
+    tokens: Sequence[int],
+    *,
+    skip: int = 0,
+    anchor: PrefixHash = ROOT,
+    border: int = 0,
+    payload: bytes = b"window " * 20,
+) -> NewEntry:
+    """A row of a window: `tokens` behind the block border `anchor` at position `border`, without the first `skip`."""
+    path, own = token_bytes(tokens), token_bytes(tokens[skip:])
+    key, start = extend(anchor, path), border + skip
+    plain, view = frame.allocate(FrameHeader(Kind.WINDOW, key, anchor, start, own, b"layout"), len(payload))
+    view[:] = np.frombuffer(payload, np.uint8)
+    value = codec.encode(plain)
+    row = NewWindow(key, anchor, path, start, len(tokens) - skip, blob_id(plain.data), len(value), plain.size)
     return NewEntry(row, value)
 
 

@@ -170,6 +170,7 @@ def hybrid_window_model(size: int, kept: Layout = NO_LAYERS) -> Made:
     return Made(_memory(MemoryKind.HYBRID, Window(size)), (kept,), _WINDOWED, tensor_bytes=40)
 
 
+ATTENTION = Made(_memory(MemoryKind.ATTENTION), (SMALL,))
 HYBRID = Made(_memory(MemoryKind.HYBRID), (_KEPT,), tensor_bytes=40)
 RECURRENT = Made(_memory(MemoryKind.RECURRENT), tensor_bytes=40)
 TWO_CACHES = Made(_memory(MemoryKind.ATTENTION), (_KEPT, dense_layout(1, 8, mla=True)))

@@ -23,6 +23,7 @@ MODEL_KEYS = {
     "ingredients",
     "blocks",
     "tails",
+    "windows",
     "checkpoints",
     "tokens",
     "stored_bytes",
@@ -112,7 +113,7 @@ def test_json_has_stable_keys_and_whole_numbers(kvkeep: Kvkeep, filled: Path) ->
     assert len(bytes.fromhex(model["fingerprint"])) == 32
     assert model["label"] == "tiny"
     assert model["ingredients"]["type_k"] == "1"
-    assert (model["blocks"], model["tails"], model["checkpoints"], model["tokens"]) == (3, 1, 0, 201)
+    assert (model["blocks"], model["tails"], model["windows"], model["checkpoints"], model["tokens"]) == (3, 1, 0, 0, 201)
     assert isinstance(model["stored_bytes"], int)
     assert 0 < model["stored_bytes"] <= found["disk_bytes"]
     assert model["used"].endswith("+00:00")

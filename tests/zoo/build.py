@@ -6,7 +6,7 @@ are skipped, and a step that was interrupted is done again. In the folder, for e
     *.tar.gz     the source distribution, 77 MB
     llama.cpp    its llama.cpp
     build        the generator; 2.5 minutes on 2 cores
-    models-1.0   128 files, 902 MB
+    models-1-0.5 128 files, 902 MB
 """
 
 import argparse
@@ -24,9 +24,9 @@ from platformdirs import user_cache_path
 PACKAGE = "llama-cpp-python"
 TARGET = "test-llama-archs"
 DEFAULT_WORK = user_cache_path("kvkeep-zoo")
-# Of the random weights. With the generator's own 0.1 the logits of most models hardly depend on what came before, and a
-# wrong state would look right.
-DEVIATION = "1.0"
+# Of the random weights. By itself the generator takes another seed each time, and a deviation of 0.1, with which the logits
+# of most models hardly depend on what came before: a wrong state would look right.
+SEED, DEVIATION = "1", "0.5"
 # A native build uses instructions that a virtual machine may announce and not allow.
 CMAKE_OPTIONS = (
     "-DCMAKE_BUILD_TYPE=Release",
@@ -40,12 +40,12 @@ def models(work: Path) -> Path:
     """The folder with the models, made if it isn't there."""
     # States and architectures change with llama.cpp: what another version made is of no use.
     own = work / version(PACKAGE)
-    folder = own / f"models-{DEVIATION}"
+    folder = own / f"models-{SEED}-{DEVIATION}"
     if not folder.is_dir():
         own.mkdir(parents=True, exist_ok=True)
         binary = _generator(_sources(_archive(own), own), own)
         part = _emptied(own / "models.part")
-        _do("Generating models (900 MB)", [str(binary), "-o", str(part), "-d", DEVIATION], own / "models.log")
+        _do("Generating models (900 MB)", [str(binary), "-o", str(part), "-s", SEED, "-d", DEVIATION], own / "models.log")
         part.rename(folder)
     return folder
 

@@ -85,11 +85,10 @@ def save(model: str, folder: Path) -> dict[str, Any]:
     said = Said()
     llm = load(model, **OPTIONS)
     arch = llm.metadata.get("general.architecture", "")
+    tokens, _ = tokens_of(llm)
     control = Control(llm, folder)
     if not control.has_memory:
-        tokens, _ = tokens_of(llm)
         return {"arch": arch, "memory": "none", "said": [], "alone": alone(llm, tokens)}
-    tokens, other = tokens_of(llm)
     batches = Batches(llm)
     with attach(llm, folder / "store", break_even=False) as keep:
         memory = keep._session._live.context.memory
@@ -105,10 +104,6 @@ def save(model: str, folder: Path) -> dict[str, Any]:
         "n_swa": 0 if memory.window is None else memory.window.size,
         "said": said.messages,
         "errors": dict(stats.errors),
-        "saves": stats.saves,
-        "written_bytes": stats.written_bytes,
-        "state_bytes": control.captured(max(POSITIONS), Form.SEQUENCE).size,
-        "other": other,
     }
 
 

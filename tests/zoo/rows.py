@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 # Largest error of a logit, as a share of the largest logit.
@@ -33,7 +34,7 @@ class Row:
         exact: of these, the ones whose logits equalled both controls bit for bit.
         loaded: the largest error against a state that llama.cpp loaded by itself.
         live: the largest error against a context that was never saved.
-        wrong: the smallest error that other tokens in the place of the restored ones would make.
+        wrong: the error that other tokens in the place of the restored ones would make; the median of the prompts.
         edited: tokens restored for a prompt that leaves the stored one after 120.
         problems: sentences; none if all is as it should be.
     """
@@ -94,7 +95,7 @@ def _states(row: Row, same: Sequence[dict[str, Any]]) -> None:
 
 def _prompts(row: Row, asked: Sequence[dict[str, Any]], cuttable: bool) -> None:
     row.prompts = len(asked)
-    row.wrong = min((found["wrong"] for found in asked if "wrong" in found), default=0.0)
+    row.wrong = median(found.get("wrong", 0.0) for found in asked)
     for found in asked:
         where = f"{found['why']} at {found['expected']}"
         if (found["length"], found["source"]) != (found["expected"], "disk"):
@@ -105,7 +106,7 @@ def _prompts(row: Row, asked: Sequence[dict[str, Any]], cuttable: bool) -> None:
             row.live = max(row.live, found["live"])
             for control in ("loaded", "live"):
                 # Written so that a NaN is a problem, too.
-                if not found[control] <= min(TOLERANCE, WRONG_SHARE * found["wrong"]):
+                if not found[control] <= min(TOLERANCE, WRONG_SHARE * row.wrong):
                     row.problems.append(f"{where}: error {found[control]:.1e} against the {control} control")
         if found["why"] == "edited":
             row.edited = found["length"] if found["source"] == "disk" else 0
@@ -144,13 +145,14 @@ def summary(rows: Sequence[Row]) -> str:
     words = ", ".join(f"{restored[word]} {word}" for word in (ANYWHERE, CHECKPOINTS, WHOLE, NOTHING) if restored[word])
     states, equal = sum(row.states for row in rows), sum(row.equal for row in rows)
     prompts, exact = sum(row.prompts for row in rows), sum(row.exact for row in rows)
-    worst = max((max(row.loaded, row.live) for row in rows), default=0.0)
+    live, loaded = max((row.live for row in rows), default=0.0), max((row.loaded for row in rows), default=0.0)
     lines = [
         f"{len(rows)} models of {len({row.arch for row in rows if row.arch})} architectures; "
         f"{len(remembering)} remember, {len(rows) - len(remembering)} have no memory.",
         f"Restored after a restart: {words or 'none'}.",
-        f"Assembled states equal byte for byte: {equal} of {states}. Logits equal bit for bit: {exact} of {prompts} prompts; "
-        f"largest error {worst:.1e} of the largest logit.",
+        f"Assembled states equal byte for byte: {equal} of {states}.",
+        f"Logits equal bit for bit: {exact} of {prompts} prompts; largest error {live:.1e} against a live context, "
+        f"{loaded:.1e} against a state that llama.cpp loaded by itself.",
     ]
     if blind := [row.file for row in remembering if not row.wrong > TOLERANCE]:
         lines.append(f"Wrong tokens would hardly show in the logits of {len(blind)}: {', '.join(blind)}.")

@@ -35,6 +35,7 @@ COLUMNS = (
     "logits equal",
     "error, loaded",
     "error, live",
+    "error, wrong",
 )
 
 
