@@ -8,7 +8,7 @@ from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
 from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import TooLarge
-from kvkeep.store.frame import TOKEN_BYTES, Kind
+from kvkeep.store.frame import Kind
 from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.nodes import Node
 from kvkeep.store.repository import Writing
@@ -72,23 +72,26 @@ def _choose(writing: Writing, surplus: int, protect: Collection[PrefixHash]) -> 
         for entry in candidates:
             if surplus <= 0 or len(chosen) >= _BATCH:
                 break
-            if key_of(entry) not in protect:
-                for gone in [entry, *_standing_on(connection, entry)]:
-                    if chosen.setdefault((type(gone), gone.id), gone) is gone:
-                        surplus -= footprint(gone.stored_bytes)
+            together = [entry, *_standing_on(connection, entry)]
+            if any(key_of(gone) in protect for gone in together):
+                continue
+            for gone in together:
+                if chosen.setdefault((type(gone), gone.id), gone) is gone:
+                    surplus -= footprint(gone.stored_bytes)
     return list(chosen.values())
 
 
 def _standing_on(connection: Connection, entry: Entry) -> list[Entry]:
-    """Checkpoints and windows that are of no use without a node: they never outlive it."""
+    """Checkpoints and windows that are of no use without a leaf: they never outlive it. Whole states stand on nothing."""
     if not isinstance(entry, Node):
         return []
-    first = len(entry.path) - len(entry.tokens) + TOKEN_BYTES
-    above: list[Entry] = [*checkpoints.at(connection, entry.key), *windows.slot(connection, entry.key)]
-    beside: list[Entry] = [*checkpoints.at(connection, entry.anchor), *windows.slot(connection, entry.anchor)]
+    before = len(entry.path) - len(entry.tokens)
+    others = [node.path for node in nodes.slot(connection, entry.anchor) if node.id != entry.id]
+    beside: list[Entry] = [*checkpoints.at(connection, entry.anchor), *windows.slots(connection, [entry.anchor])]
+    above: list[Entry] = [*checkpoints.at(connection, entry.key), *windows.slots(connection, [entry.key])]
     for other in beside:
-        # It shares the node's first token at least. A whole state stands on nothing.
-        if other.path[:first] == entry.path[:first]:
+        in_it = len(other.path) > before and entry.path.startswith(other.path)
+        if in_it and not any(path.startswith(other.path) for path in others):
             above.append(other)
     return [other for other in above if not (isinstance(other, Checkpoint) and other.kind == Kind.OPAQUE)]
 

@@ -92,7 +92,8 @@ def find(
 
     best = RestorePoint(0, in_common=radix.covered(steps))
     if not memory.is_recurrent and memory.has_attention:
-        best = at(rows.deepest(length)) or best
+        deepest = rows.deepest(length)
+        best = (at(deepest) if deepest else None) or best
     for point in along(connection, prompt, seq_id, without):
         if point.pos <= best.length:
             break
@@ -117,6 +118,10 @@ def along(connection: Connection, prompt: Prompt, seq_id: int, without: Collecti
                 yield point
 
 
+# 1,024 positions, as many as the windows of most models have.
+_SLOTS_AT_ONCE = 16
+
+
 class _WindowRows:
     """Which positions of a prompt have their keys and values in the windowed cache stored."""
 
@@ -129,13 +134,14 @@ class _WindowRows:
         self._whole = whole
         self._without = without
         self._slots: dict[int, list[WindowRow]] = {}
-        self._blocks = {} if window is None else windows.by_keys(connection, prompt.borders[1:])
 
     def below(self, position: int) -> tuple[WindowStep, ...] | None:
         """Rows that cover the window below `position`; none if the memory has no window; None if they don't."""
         if self._window is None or position == 0:
             return ()
-        wanted = 0 if self._whole else self._window.first_written(position)
+        # A ring has no room for more than its window.
+        everything = self._whole and self._window.full
+        wanted = 0 if everything else self._window.first_written(position)
         reached, steps = self._cover(position, wanted)
         # One cell at least: llama.cpp writes no cache without any.
         return tuple(steps) if reached <= min(self._window.first_needed(position), position - 1) else None
@@ -177,18 +183,18 @@ class _WindowRows:
         return min(fitting, key=lambda row: row.start, default=None)
 
     def _in_slot(self, slot: int) -> list[WindowRow]:
+        """All rows of a slot: those that share most tokens with the prompt needn't be those that begin lowest."""
         if slot not in self._slots:
-            border = slot * self._prompt.block_tokens
-            anchor, rest = self._prompt.borders[slot], self._prompt.rest(slot)
-            block = self._blocks.get(self._prompt.borders[slot + 1]) if slot + 1 < len(self._prompt.borders) else None
-            found = [] if block is None else [block]
-            if block is None or block.start > border:
-                found += windows.neighbours(self._connection, anchor, rest)
-            self._slots[slot] = [row for row in found if _is_filed(row, anchor, border)]
+            # A window reaches over several slots: one query for some of them, downwards.
+            below = range(max(0, slot - _SLOTS_AT_ONCE + 1), slot + 1)
+            found = windows.slots(self._connection, [self._prompt.borders[i] for i in below])
+            for i in below:
+                anchor, border = self._prompt.borders[i], i * self._prompt.block_tokens
+                self._slots[i] = [row for row in found if is_filed(row, anchor, border)]
         return self._slots[slot]
 
 
-def _is_filed(row: WindowRow, anchor: PrefixHash, border: int) -> bool:
+def is_filed(row: WindowRow, anchor: PrefixHash, border: int) -> bool:
     """Whether a row's own figures agree, so that its positions can be trusted."""
     end = border + len(row.path) // TOKEN_BYTES
     return row.anchor == anchor and border <= row.start < end and row.start + row.n_tokens == end

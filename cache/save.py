@@ -16,7 +16,7 @@ from kvkeep.cache.batches import Batches, Saved
 from kvkeep.cache.layout import Bytes, Cells, pack_all
 from kvkeep.cache.memory import MemoryKind
 from kvkeep.cache.points import Point
-from kvkeep.cache.restore_point import Prompt, along
+from kvkeep.cache.restore_point import Prompt, along, is_filed
 from kvkeep.cache.state import Form, Recurrent, State, parse
 from kvkeep.store import checkpoints, codec, frame, nodes, windows
 from kvkeep.store.checkpoints import NewCheckpoint
@@ -82,7 +82,10 @@ class Saver:
                 self._blocks(state.caches)
                 self._tail(state.caches)
             self._parts(state, self._prompt.n_tokens)
-            for point in sorted(taken, key=lambda point: -point.pos):
+            # What follows may be refused, and what there is by now is good. Also, what is only queued isn't seen.
+            self._batches.commit()
+            below = {point.pos: point for point in taken if point.pos < self._prompt.n_tokens}
+            for point in sorted(below.values(), key=lambda point: -point.pos):
                 self._pause()
                 self._parts(parse(point.data, Form.SEQUENCE, self._memory, partial=True), point.pos)
         self._batches.commit()
@@ -133,12 +136,13 @@ class Saver:
             return
         with self._writing.index.read() as connection:
             steps = radix.slot_steps(connection, anchor, rest, full * self._block_tokens)
+        # Also where it is another chat's: the checkpoint of this state will stand on it.
+        for node, _ in steps:
+            self._batches.protect(node.key)
         if radix.covered(steps) * TOKEN_BYTES == len(rest):
             return
         pieces = radix.whole(steps)
         parent: PrefixHash = pieces[-1].key if pieces else anchor
-        for piece in pieces:
-            self._batches.protect(piece.key)
         done = sum(len(piece.tokens) for piece in pieces)
         start = full * self._block_tokens + done // TOKEN_BYTES
         self._node(caches, parent, anchor, rest, rest[done:], start)
@@ -161,7 +165,6 @@ class Saver:
         """The window and the recurrent tensors of a state of `pos` tokens."""
         if state.window is not None:
             self._window(_last_run(state.window, pos), pos)
-            # The windows of several checkpoints overlap, and what is only queued isn't seen.
             self._batches.commit()
         if state.recurrent is not None:
             self._recurrent(state.recurrent, pos)
@@ -175,8 +178,9 @@ class Saver:
             start, end = max(first, border), min(pos, border + self._block_tokens)
             anchor, path = self._borders[slot], self._prompt.rest(slot)[: (end - border) * TOKEN_BYTES]
             with self._writing.index.read() as connection:
-                near = windows.neighbours(connection, anchor, path)
-            if any(row.path.startswith(path) and row.start <= start for row in near):
+                near = [row for row in windows.slots(connection, [anchor]) if is_filed(row, anchor, border)]
+            if covering := [row for row in near if row.path.startswith(path) and row.start <= start]:
+                self._batches.protect(covering[0].key)
                 continue
             key = extend(anchor, path)
             tokens = path[(start - border) * TOKEN_BYTES :]

@@ -253,6 +253,7 @@ def _recurrent(cursor: _Cursor, form: Form) -> Recurrent:
     s_trans, n_layer = cursor.read(_PAIR)
     if s_trans != 0 or not 0 < n_layer <= MAX_LAYERS:
         raise UnknownLayout(f"the recurrent part says s_trans {s_trans} and {n_layer} layers")
+    n_tensors = 0
     while cursor.left:
         at = cursor.at
         type_, size = cursor.read(_ROWS)
@@ -260,7 +261,12 @@ def _recurrent(cursor: _Cursor, form: Form) -> Recurrent:
             # Some models have a second row behind the first, with a size but no type.
             cursor.at = at
             (size,) = cursor.read(_U64)
+        else:
+            n_tensors += 1
         cursor.take(size)
+    # Two for each recurrent layer; the second one may be empty (short convolutions have no state of that kind).
+    if n_tensors % 2 or not 0 < n_tensors <= 2 * n_layer:
+        raise UnknownLayout(f"the recurrent part has {n_tensors} tensors in {n_layer} layers")
     return Recurrent(pos, data)
 
 

@@ -67,19 +67,7 @@ _FIELDS = (
     window.c.used,
 )
 _BY_KEYS = select(*_FIELDS).where(window.c.key.in_(bindparam("keys", expanding=True)))
-_BELOW = (
-    select(*_FIELDS)
-    .where(window.c.anchor == bindparam("anchor"), window.c.path <= bindparam("path"))
-    .order_by(window.c.path.desc())
-    .limit(1)
-)
-_ABOVE = (
-    select(*_FIELDS)
-    .where(window.c.anchor == bindparam("anchor"), window.c.path > bindparam("path"))
-    .order_by(window.c.path)
-    .limit(1)
-)
-_SLOT = select(*_FIELDS).where(window.c.anchor == bindparam("anchor"))
+_SLOTS = select(*_FIELDS).where(window.c.anchor.in_(bindparam("anchors", expanding=True)))
 _OLDEST = select(*_FIELDS).order_by(window.c.used, window.c.start.desc()).limit(bindparam("count"))
 
 
@@ -92,16 +80,9 @@ def by_keys(connection: Connection, keys: Sequence[PrefixHash]) -> dict[PrefixHa
     return found
 
 
-def neighbours(connection: Connection, anchor: PrefixHash, path: bytes) -> list[Window]:
-    """The rows at this anchor just at or below `path` and just above it: one of them shares the most tokens with it."""
-    values = {"anchor": anchor, "path": path}
-    rows = (connection.execute(statement, values).first() for statement in (_BELOW, _ABOVE))
-    return [_window(row) for row in rows if row is not None]
-
-
-def slot(connection: Connection, anchor: PrefixHash) -> list[Window]:
-    """Every row at this anchor."""
-    return [_window(row) for row in connection.execute(_SLOT, {"anchor": anchor})]
+def slots(connection: Connection, anchors: Sequence[PrefixHash]) -> list[Window]:
+    """Every row at any of these anchors. There may be many where many chats part."""
+    return [_window(row) for row in connection.execute(_SLOTS, {"anchors": anchors})]
 
 
 def oldest(connection: Connection, count: int) -> list[Window]:

@@ -23,6 +23,7 @@ from llamas import (
 from restart import in_new_process
 
 from kvkeep.cache import attach
+from kvkeep.cache.state import Form, parse
 
 TOKENS = random_tokens(230)
 BEHIND = [100, 200, 300, 400, 500]
@@ -207,3 +208,37 @@ def restored_once(llm: Any, keep: Any, prompt: Sequence[int]) -> npt.NDArray[np.
     # Past the wrapper, so that what is decoded isn't saved and found by the next round.
     type(llm).eval(llm, prompt[150:])
     return logits(llm)
+
+
+@pytest.mark.parametrize("kind", ["window", "hybrid_window"])
+@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[2]], ids=str)
+def test_a_ring_that_has_gone_round_comes_back_in_order(
+    kind: str, setting: Setting, root: Path, request: pytest.FixtureRequest
+) -> None:
+    """llama.cpp writes a masked window in the order of its ring; what is assembled has the same cells, by position."""
+    options = MASKED.options | setting.options
+    tokens = random_tokens(700)
+    llm = load(request.getfixturevalue(kind), **options)
+    with attach(llm, root, break_even=False) as keep:
+        cache = keep._session.cache
+        assert cache is not None
+        memory = cache.identity.memory
+        turned = []
+        for length in (300, 530, 700):
+            first_logits(llm, tokens[:length])
+            written = parse(sequence_state(llm), Form.SEQUENCE, memory).window
+            keep.flush()
+            assembled = parse(cache.restore(cache.match(tokens[:length]), tokens).state, Form.SEQUENCE, memory).window
+            assert written is not None
+            assert assembled is not None
+            order = np.argsort(written.positions)
+            assert np.array_equal(written.positions[order], assembled.positions)
+            for mine, theirs in zip(assembled.arrays, written.arrays, strict=True):
+                assert np.array_equal(mine, theirs[:, order, :])
+            turned.append(not np.array_equal(written.positions, assembled.positions))
+    # Its 256 cells do go round at one of them, or this shows nothing.
+    assert any(turned)
+    (answer,) = in_new_process(request.getfixturevalue(kind), root, [tokens[:530] + BEHIND], options=options)
+    assert answer["length"] == 530
+    cold = first_logits(load(request.getfixturevalue(kind), **options), tokens[:530] + BEHIND)
+    assert np.abs(answer["logits"] - cold).max() <= tolerance(kind, setting, np.abs(cold).max())

@@ -328,9 +328,10 @@ def test_the_nodes_of_another_chat_that_cover_a_new_checkpoint_stay_for_it(root:
     repository = open_root(root, 64 * MB)
     cache = PrefixCache(repository, LARGE.identity(), block_tokens=16)
     chat = random_tokens(42)
-    cache.save(chat, LARGE.state(chat))
-    # The checkpoint of the longer chat is room enough for that of the shorter one.
-    room = repository.blobs.used_bytes + 2 * PAGE_BYTES
+    for other in (chat, random_tokens(40, seed=1)):
+        cache.save(other, LARGE.state(other))
+    # Something must go for the new checkpoint: the other chat, although it is younger.
+    room = repository.blobs.used_bytes
     monkeypatch.setattr(budget, "largest", lambda _: room)
     saved = cache.save(chat[:37], LARGE.state(chat[:37]))
     assert (saved.written, saved.evicted >= 1) == (1, True)

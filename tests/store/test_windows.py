@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 from entries import ROOT, block, key_of, store, token_bytes, windowed
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvkeep.store import windows
@@ -57,23 +56,12 @@ def test_a_window_has_a_key_of_its_own_beside_the_node_of_the_same_tokens(reposi
     assert check(repository) == []
 
 
-def test_neighbours_stand_below_and_above(repository: Repository) -> None:
-    store(repository, [windowed([1]), windowed([1, 5]), windowed([2]), windowed([1, 5], anchor=NOWHERE, border=4)])
-    with repository.rows() as connection:
-        paths = [row.path for row in windows.neighbours(connection, ROOT, token_bytes([1, 3]))]
-        assert paths == [token_bytes([1]), token_bytes([1, 5])]
-        assert [row.path for row in windows.neighbours(connection, ROOT, token_bytes([1, 5]))] == [
-            token_bytes([1, 5]),
-            token_bytes([2]),
-        ]
-        assert windows.neighbours(connection, PrefixHash(b"!" * 32), token_bytes([1])) == []
-
-
 def test_a_slot_has_all_rows_behind_its_border_and_no_others(repository: Repository) -> None:
     store(repository, [windowed([1]), windowed([1, 5]), windowed([2]), windowed([1], anchor=NOWHERE, border=4)])
     with repository.rows() as connection:
-        assert len(windows.slot(connection, ROOT)) == 3
-        assert [row.start for row in windows.slot(connection, NOWHERE)] == [4]
+        assert len(windows.slots(connection, [ROOT])) == 3
+        assert [row.start for row in windows.slots(connection, [NOWHERE])] == [4]
+        assert len(windows.slots(connection, [ROOT, NOWHERE, PrefixHash(b"!" * 32)])) == 4
 
 
 def test_the_oldest_comes_first(repository: Repository) -> None:
@@ -132,18 +120,3 @@ def rows_of(repository: Repository, paths: Sequence[Sequence[int]]) -> Iterator[
 
 
 paths = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
-
-
-@given(present=st.sets(paths, max_size=12), wanted=paths)
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_one_of_the_neighbours_shares_the_most_tokens(
-    repository: Repository, present: set[tuple[int, ...]], wanted: tuple[int, ...]
-) -> None:
-    def shared(path: Sequence[int]) -> int:
-        return next((i for i, (a, b) in enumerate(zip(path, wanted, strict=False)) if a != b), min(len(path), len(wanted)))
-
-    with rows_of(repository, sorted(present)) as connection:
-        found = windows.neighbours(connection, ROOT, token_bytes(wanted))
-        found_paths = {tuple(memoryview(row.path).cast("i")) for row in found}
-    assert found_paths <= present
-    assert max(map(shared, found_paths), default=0) == max(map(shared, present), default=0)
