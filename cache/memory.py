@@ -38,10 +38,13 @@ class Window:
     full: bool = False
 
     def first_needed(self, length: int) -> int:
-        """The lowest position that must be there to go on behind `length` tokens."""
-        if self.chunked:
-            return length // self.size * self.size
-        return max(0, length - self.size + 1)
+        """The lowest position that must be there to go on behind `length` tokens.
+
+        Always one at least, though a chunk may begin right here: llama.cpp writes no cache without cells, and an empty
+        one no longer says where it stands.
+        """
+        first = length // self.size * self.size if self.chunked else length - self.size + 1
+        return max(0, min(first, length - 1))
 
     def first_written(self, length: int) -> int:
         """The lowest position that llama.cpp writes into the one-sequence state of `length` tokens.

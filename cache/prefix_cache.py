@@ -173,7 +173,7 @@ class PrefixCache:
             if match.length == 0:
                 break
         self.repository.touch(entry for entry in match.entries if entry not in damaged)
-        return replace(restored, damaged=tuple(damaged), detail=detail)
+        return replace(restored, damaged=tuple(damaged), detail=detail, used=tuple(match.entries))
 
     def _still_there(self, entries: Sequence[Entry]) -> list[Entry]:
         with self.repository.rows() as connection:

@@ -40,12 +40,14 @@ class Restored:
         length: tokens that it holds, at positions 0 to length - 1.
         damaged: entries that didn't verify, because of which it is nothing, or shorter than was planned.
         detail: what was wrong with them.
+        used: entries that it was assembled from.
     """
 
     state: Bytes
     length: int
     damaged: tuple[Entry, ...] = ()
     detail: str = ""
+    used: tuple[Entry, ...] = ()
 
 
 T = TypeVar("T")

@@ -143,20 +143,26 @@ class _WindowRows:
         everything = self._whole and self._window.full
         wanted = 0 if everything else self._window.first_written(position)
         reached, steps = self._cover(position, wanted)
-        # One cell at least: llama.cpp writes no cache without any.
-        return tuple(steps) if reached <= min(self._window.first_needed(position), position - 1) else None
+        return tuple(steps) if reached <= self._window.first_needed(position) else None
 
     def deepest(self, length: int) -> int:
         """The largest position up to `length` whose window is covered."""
         position = length
         while position > 0 and self._window is not None:
-            needed = min(self._window.first_needed(position), position - 1)
+            needed = self._window.first_needed(position)
             reached, _ = self._cover(position, needed)
             if reached <= needed:
                 break
             # Something is missing just below `reached`, and would be missing in every window that contains it.
-            position = reached if reached < position else position - 1
+            position = reached if reached < position else self._covered_below(position)
         return position
+
+    def _covered_below(self, position: int) -> int:
+        """The largest position below this one up to which a row of the same slot reaches; else the slot's border."""
+        slot = (position - 1) // self._prompt.block_tokens
+        border, rest = slot * self._prompt.block_tokens, self._prompt.rest(slot)
+        ends = (border + radix.common_tokens(row.path, rest) for row in self._in_slot(slot))
+        return max((end for end in ends if end < position), default=border)
 
     def _cover(self, end: int, wanted: int) -> tuple[int, list[WindowStep]]:
         """Rows that cover the positions below `end`, down to `wanted` or to the first gap."""

@@ -30,7 +30,7 @@ class Backing:
     Args:
         reporter: counts and logs.
         memory: what the model's memory consists of.
-        failed: called with every error of a job, before it is reported.
+        failed: called with every error of a job, before it is reported; with None for a job that was given up.
         ready: called with the prefix cache as soon as it is known whose states these are.
     """
 
@@ -38,7 +38,7 @@ class Backing:
         self,
         reporter: Reporter,
         memory: Memory,
-        failed: Callable[[BaseException], None] = lambda error: None,
+        failed: Callable[[BaseException | None], None] = lambda error: None,
         ready: Callable[[PrefixCache], None] = lambda cache: None,
     ) -> None:
         self._reporter = reporter
@@ -50,7 +50,7 @@ class Backing:
         self.unavailable = ""
         self._identification: Identification | None = None
         # Saves wait until it is known whose they are.
-        self._writer = Writer(self._job_failed, reporter.dropped, held=True)
+        self._writer = Writer(self._job_failed, self._job_dropped, held=True)
         self.pause = self._writer.pause
         self.submit = self._writer.submit
 
@@ -96,6 +96,10 @@ class Backing:
     def later(self, run: Callable[[], object]) -> None:
         """Do something in the writer's thread."""
         self._writer.submit(Job.of(run))
+
+    def _job_dropped(self) -> None:
+        self._failed(None)
+        self._reporter.dropped()
 
     def _job_failed(self, error: BaseException) -> None:
         if isinstance(error, StoreLocked):

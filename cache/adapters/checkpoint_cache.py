@@ -221,14 +221,18 @@ class HybridCheckpointCache(BaseLlamaCache):
         if backing is None or memory is None or backing.unavailable:
             return
         tokens = np.frombuffer(prefix, "<i4")
-        whole = memory.window is not None and seq_id == 0
+        opaque = memory.kind is MemoryKind.UNKNOWN
+        if opaque and backing.cache is not None and self._context.size(seq_id) > backing.cache.largest_bytes:
+            self.reporter.dropped("a state is larger than the whole budget allows, and can't be cut")
+            return
+        whole = memory.window is not None and int(llama_cpp.llama_n_seq_max(self._context.ctx)) == 1
         state = self._context.copy_whole() if whole else self._context.copy(seq_id)
         form = Form.WHOLE if whole else Form.SEQUENCE
         # A newer job of the same tokens replaces one that waits, and takes its checkpoints over; not where each of them
         # would have to be a full state.
-        cut = memory.kind is not MemoryKind.UNKNOWN
+        cut = not opaque
         waiting = self._unsaved.setdefault(seq_id, {})
-        points = [old for known, old in waiting.items() if cut and prefix.startswith(known)]
+        points = [old for known, old in list(waiting.items()) if cut and old.pos < point.pos and prefix.startswith(known)]
         waiting[prefix] = point
 
         reporter = self.reporter
@@ -240,8 +244,9 @@ class HybridCheckpointCache(BaseLlamaCache):
                 return
             saved = cache.save(tokens, state, form, points=points, seq_id=seq_id, pause=backing.pause)
             reporter.saved(saved.written_bytes, saved.evicted)
-            for known in [known for known in waiting if prefix.startswith(known)]:
-                waiting.pop(known, None)
+            for known, old in list(waiting.items()):
+                if old in points or old is point:
+                    waiting.pop(known, None)
 
         backing.submit(Job(run, tokens, state.nbytes + sum(old.data.nbytes for old in points), replaces=cut))
 
@@ -270,6 +275,9 @@ class HybridCheckpointCache(BaseLlamaCache):
         """Whether the keys and values below a checkpoint are still in the context, as far as can be seen."""
         if self._parts.kind is MemoryKind.RECURRENT:
             return True
+        if self._backing is not None and checkpoint.seq_id != 0:
+            # Llama shows the tokens of sequence 0 only, and what isn't known to be right must never be stored.
+            return False
         llm = None if self._llm is None else self._llm()
         if llm is not None and checkpoint.seq_id == 0:
             shown = token_bytes(llm.input_ids[: min(llm.n_tokens, checkpoint.pos)])

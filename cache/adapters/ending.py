@@ -8,6 +8,7 @@ there.
 
 import atexit
 import itertools
+import logging
 import os
 import threading
 import weakref
@@ -20,6 +21,7 @@ Close = Callable[[], None]
 # How long somebody who opens a store waits for those that are being closed.
 WAIT_SECONDS = 10.0
 
+_LOG = logging.getLogger("kvkeep")
 _numbers = itertools.count()
 
 
@@ -29,12 +31,14 @@ class _Closer:
     def __init__(self) -> None:
         self._gone: SimpleQueue[Close | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self.open: dict[int, Close] = {}
 
     def start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="kvkeep-closer", daemon=True)
-            self._thread.start()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._loop, name="kvkeep-closer", daemon=True)
+                self._thread.start()
 
     def gone(self, number: int) -> None:
         close = self.open.pop(number, None)
@@ -43,7 +47,7 @@ class _Closer:
 
     def _loop(self) -> None:
         while (close := self._gone.get()) is not None:
-            close()
+            _safely(close)
 
     def wait(self, timeout: float) -> None:
         if self._thread is not None and threading.current_thread() is not self._thread:
@@ -53,12 +57,20 @@ class _Closer:
 
     def finish(self) -> None:
         """At the interpreter's end."""
-        while self.open:
-            _, close = self.open.popitem()
-            close()
+        for number in list(self.open):
+            if (close := self.open.pop(number, None)) is not None:
+                _safely(close)
         if self._thread is not None:
             self._gone.put(None)
-            self._thread.join()
+            self._thread.join(WAIT_SECONDS)
+
+
+def _safely(close: Close) -> None:
+    """One that fails mustn't keep the others from being closed."""
+    try:
+        close()
+    except Exception:  # noqa: BLE001 - whatever it is, it is logged, and the others are closed
+        _LOG.exception("closing a cache failed")
 
 
 _closer = _Closer()

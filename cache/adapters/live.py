@@ -109,6 +109,12 @@ class LiveSequence:
             raise StateRefused(f"the context can't be cut back to {length} tokens, and no checkpoint was taken there")
         self.context.roll_back(point.data, length)
 
+    def can_take_points(self, llm: Any) -> bool:
+        """Whether the context is known and agrees with itself, so that checkpoints can be taken in what follows."""
+        self._notice_foreign_decodes()
+        empty = llm.n_tokens == 0
+        return self._ledger.proven and self.is_known(llm) and (empty or self.context.pos_max() == llm.n_tokens - 1)
+
     def take_point(self, llm: Any, *, saved: bool = False) -> None:
         """Take a checkpoint of what can't be cut, where the context stands now.
 
@@ -170,6 +176,8 @@ class LiveSequence:
         """
         self._notice_foreign_decodes()
         at = llm.n_tokens
+        # Now, and not when it is over: a second interrupt may come then.
+        self._forget(at)
         outcome: list[float] = []
         began = time.perf_counter()
         try:
@@ -182,7 +190,6 @@ class LiveSequence:
             # Waits for the device, so the seconds are those of the work and not of its submission.
             self._count = self.context.decoded_count()
             done = max(0, llm.n_tokens - at)
-            self.points.cut(at)
             self._ledger.extend(at, tokens[:done])
             outcome += [done, time.perf_counter() - began]
 

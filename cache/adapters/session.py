@@ -201,7 +201,7 @@ class Session:
             self._live.load(llm, restored.state, prompt[: restored.length])
         except StateRefused as error:
             self.reporter.error("restoring a state", error)
-            refused, why = stored.entries, str(error)
+            refused, why = restored.used, str(error)
             self._kept, self._save_anyway = NO_TOKENS, True
             self._backing.later(lambda: self.reporter.quarantined(cache.remove(refused), why))
             return replace(missed, reason=Reason.REFUSED, detail=why)
@@ -247,8 +247,7 @@ class Session:
             return []
         positions: list[int] = []
         with self._lock, self.reporter.border("planning checkpoints"):
-            self._live.refresh(llm)
-            if self._live.is_known(llm):
+            if self._live.can_take_points(llm):
                 self._turns = self._turns or UserTurns(llm)
                 prompt = np.concatenate([self._live.known_tokens(), np.asarray(tokens, np.int32)])
                 positions = schedule(llm.n_tokens, len(prompt), self._turns.last(prompt), self._step(llm, len(tokens)))
@@ -301,18 +300,19 @@ class Session:
         if len(tokens) == 0 or self._is_kept(tokens):
             return
         context = self._live.context
-        self._kept = tokens
         opaque = context.memory.kind is MemoryKind.UNKNOWN
         if opaque and self.cache is not None and context.state_bytes() > self.cache.largest_bytes:
+            self._kept = tokens
             self.reporter.dropped("a state is larger than the whole budget allows, and can't be cut")
             return
         self._live.take_point(llm)
         points = self._live.points.unsaved()
-        self._live.points.handed_over(points)
         state = context.copy_state()
         size = state.nbytes + sum(point.data.nbytes for point in points)
         # A newer job takes over the checkpoints of the one that it replaces; not where each would have to be a full state.
         self._backing.submit(Job(lambda: self._save(tokens, state, points), tokens, size, replaces=not opaque))
+        self._kept = tokens
+        self._live.points.handed_over(points)
 
     def _is_kept(self, tokens: Tokens) -> bool:
         """Whether it was saved a moment ago, or the store has it already."""
@@ -341,7 +341,7 @@ class Session:
             cache.measured(self.rates.prefill_rate, self.rates.restore_rate)
             cache.repository.flush_touched()
 
-    def _job_failed(self, error: BaseException) -> None:
+    def _job_failed(self, error: BaseException | None) -> None:
         if not isinstance(error, TooLarge):
             # It isn't stored, so the next state must not be skipped because of it. (Too large it stays.)
             self._kept = NO_TOKENS

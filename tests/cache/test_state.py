@@ -358,7 +358,7 @@ def parts(draw: st.DrawFn) -> Parts:
         v_trans if draw(st.booleans()) else None,
         ext if told else None,
     )
-    return Parts(memory, caches, windowed, tensors(*rows) if has_tensors else None, n_tokens)
+    return Parts(memory, caches, windowed, tensors(*rows, *rows, n_layer=4) if has_tensors else None, n_tokens)
 
 
 def every_cache(state: State) -> list[Cells]:
@@ -534,7 +534,7 @@ def test_a_recurrent_part_that_cant_be_is_refused(part: bytes) -> None:
 
 
 def test_a_second_recurrent_row_without_a_type_is_read() -> None:
-    part = tensors(8) + struct.pack("<Q", 24) + bytes(24)
+    part = tensors(8) + struct.pack("<Q", 24) + bytes(24) + struct.pack("<iQ", 0, 8) + bytes(8)
     found = recurrent_parsed(recurrent_state(Form.SEQUENCE, part=part), Form.SEQUENCE).recurrent
     assert found is not None
     assert found.data.tobytes() == part
