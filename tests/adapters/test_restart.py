@@ -73,7 +73,7 @@ def test_a_longer_state_is_used_up_to_what_fits(dense: str, root: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["window", "hybrid"])
-def test_a_memory_that_cannot_be_cut_is_restored_whole(kind: str, root: Path, request: pytest.FixtureRequest) -> None:
+def test_behind_what_was_generated_it_goes_on(kind: str, root: Path, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(kind)
     prompt = random_tokens(150)
     (first,) = in_new_process(model, root, [prompt], count=6)
@@ -85,13 +85,16 @@ def test_a_memory_that_cannot_be_cut_is_restored_whole(kind: str, root: Path, re
     np.testing.assert_allclose(answer["logits"], cold["logits"], atol=2e-3)
 
 
-@pytest.mark.parametrize("kind", ["window", "hybrid"])
-def test_a_memory_that_cannot_be_cut_is_a_miss_in_between(kind: str, root: Path, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("kind", "reused"), [("window", 100), ("hybrid", 0)])
+def test_in_between_a_window_is_restored_and_a_hybrid_without_a_checkpoint_is_not(
+    kind: str, reused: int, root: Path, request: pytest.FixtureRequest
+) -> None:
     model = request.getfixturevalue(kind)
     prompt = random_tokens(150)
     in_new_process(model, root, [prompt])
     (answer,) = in_new_process(model, root, [prompt[:100] + random_tokens(20, seed=3)])
-    assert (answer["length"], answer["decoded"]) == (0, 120)
+    assert (answer["length"], answer["decoded"]) == (reused, 120 - reused)
+    assert answer["reason"] == ("found" if reused else "no checkpoint")
 
 
 def test_extended_cells_come_back(mrope: str, root: Path) -> None:
