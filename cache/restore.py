@@ -7,10 +7,10 @@ state gives everything.
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from queue import SimpleQueue
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -55,14 +55,37 @@ T = TypeVar("T")
 _NOTHING: Bytes = np.empty(0, np.uint8)
 
 
+class _Workers:
+    """Threads that wait for work, as long as the process lives.
+
+    Not a `ThreadPoolExecutor`: an interrupt while that starts a thread or takes a job can leave a worker that nobody wakes
+    any more, and the interpreter's end waits for it for ever. These are daemons, and the queue is interrupted by nothing.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._count = 0
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Have a job done; it must not raise."""
+        while self._count < min(MAX_THREADS, os.cpu_count() or 1):
+            self._count += 1
+            threading.Thread(target=self._loop, name="kvkeep-restore", daemon=True).start()
+        self._jobs.put(job)
+
+    def _loop(self) -> None:
+        while True:
+            self._jobs.get()()
+
+
 @cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="kvkeep-restore")
+def _workers() -> _Workers:
+    return _Workers()
 
 
 if hasattr(os, "register_at_fork"):
-    # The pool's threads don't live in a forked child, and it would wait for them forever.
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+    # The threads don't live in a forked child, and it would wait for them forever.
+    os.register_at_fork(after_in_child=_workers.cache_clear)
 
 
 def assemble(snapshot: Snapshot, match: Match, tokens: bytes, form: Form = Form.SEQUENCE, arch: str = "") -> Restored:
@@ -256,15 +279,24 @@ def _all(count: int, work: Callable[[int], object]) -> dict[int, Exception]:
     """
     crew = _Crew()
     results: dict[int, object] = {}
+    done: SimpleQueue[BaseException | None] = SimpleQueue()
 
     def one(index: int) -> None:
-        with crew.member() as wanted:
-            if wanted:
-                results[index] = _attempt(partial(work, index))
+        failure: BaseException | None = None
+        try:
+            with crew.member() as wanted:
+                if wanted:
+                    results[index] = _attempt(partial(work, index))
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            failure = error
+        done.put(failure)
 
     try:
-        for outcome in [_pool().submit(one, index) for index in range(count)]:
-            outcome.result()
+        for index in range(count):
+            _workers().submit(partial(one, index))
+        for _ in range(count):
+            if (failure := done.get()) is not None:
+                raise failure
     finally:
         crew.dismiss()
     return {index: result for index, result in sorted(results.items()) if isinstance(result, Exception)}

@@ -4,6 +4,8 @@ sqlalchemy has its home in this package: here, in `schema`, and in the modules o
 """
 
 import os
+import sqlite3
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -57,11 +59,45 @@ class Index:
         self._engine = create_engine(URL.create("sqlite", database=str(path)))
         event.listen(self._engine, "connect", _configure)
         event.listen(self._engine, "begin", _begin)
+        # Connections in use, by thread.
+        self._used: dict[int, list[DriverConnection]] = {}
+        event.listen(self._engine, "checkout", self._taken)
+        event.listen(self._engine, "checkin", self._given_back)
+
+    def _taken(self, connection: DriverConnection, _record: ConnectionPoolEntry, _proxy: object) -> None:
+        self._used.setdefault(threading.get_ident(), []).append(connection)
+
+    def _given_back(self, connection: DriverConnection | None, _record: ConnectionPoolEntry) -> None:
+        mine = self._used.get(threading.get_ident(), [])
+        self._used[threading.get_ident()] = [other for other in mine if other is not connection]
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """End a transaction that an interrupt has left open.
+
+        Ctrl-C may come inside of SQLAlchemy, between BEGIN and whoever would end it, and the next writer waited in vain.
+        """
+        outer = list(self._used.get(threading.get_ident(), []))
+        try:
+            yield
+        except BaseException as error:
+            inner = [mine for mine in self._used.get(threading.get_ident(), []) if mine not in outer]
+            for connection in inner:
+                # One that the pool has closed already has no transaction.
+                with suppress(sqlite3.ProgrammingError):
+                    connection.rollback()
+            if inner:
+                # Not used again: what SQLAlchemy believes of it may be wrong.
+                self._used[threading.get_ident()] = outer
+                self._engine.dispose(close=False)
+            if (interrupt := _interrupt_behind(error)) is not None:
+                raise interrupt from None
+            raise
 
     @contextmanager
     def read(self) -> Iterator[Connection]:
         """One consistent view, for as long as the block runs. Never waits for a writer."""
-        with translated(), self._engine.begin() as connection:
+        with translated(), self._interruptible(), self._engine.begin() as connection:
             yield connection
 
     @contextmanager
@@ -71,7 +107,8 @@ class Index:
         BEGIN IMMEDIATE, because a transaction that begins as a reader and then writes gets "database is locked" at
         once, whatever the busy timeout.
         """
-        with translated(), self._engine.connect().execution_options(**{_WRITE: True}) as connection, connection.begin():
+        writing = self._engine.execution_options(**{_WRITE: True})
+        with translated(), self._interruptible(), writing.begin() as connection:
             yield connection
 
     def revision(self) -> str | None:
@@ -130,6 +167,14 @@ class Index:
     def abandon(self) -> None:
         """In a forked child: forget the connections without closing them, for they are the parent's."""
         self._engine.dispose(close=False)
+
+
+def _interrupt_behind(error: BaseException) -> BaseException | None:
+    """The interrupt that a library has turned into an error of its own, such as an assertion that it then met."""
+    behind = error.__context__
+    while behind is not None and isinstance(behind, Exception):
+        behind = behind.__context__
+    return behind if isinstance(error, Exception) else None
 
 
 def _known_revisions() -> list[str]:

@@ -120,6 +120,10 @@ class HybridCheckpointCache(BaseLlamaCache):
         self._backing: Backing | None = None
         if ctx is None:
             raise ValueError("HybridCheckpointCache needs a llama_context; ctx is None")
+        if isinstance(max_checkpoints, bool) or not isinstance(max_checkpoints, int):
+            raise UsageError(f"max_checkpoints is a whole number, not {max_checkpoints!r}")
+        if isinstance(ctx, (str, bytes, float)):
+            raise UsageError(f"ctx is a llama_context_p, not {ctx!r}")
         if llm is None and path is not None:
             raise UsageError("path needs llm, too: without the model nobody knows whose states are stored there")
         self.max_checkpoints = max_checkpoints

@@ -376,6 +376,9 @@ class Session:
             return
         self._backing.settle_identity()
         self.flush()
+        with self._lock:
+            # From here on nothing more is kept, also not by a generation in another thread.
+            self._backing.unavailable = self._backing.unavailable or "the cache is closed"
         self._backing.close()
         with self._lock:
             self._backing.give_back()

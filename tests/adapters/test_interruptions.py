@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from llama_cpp._internals import LlamaBatch
 from llamas import first_logits, forget, generate, load, logits, n_decoded, random_tokens
-from restart import run_child
+from restart import in_new_process, run_child
 
 from kvkeep.cache import Attached, Source, attach
 
@@ -386,3 +386,44 @@ try:
 except KeyboardInterrupt:
     print("interrupted,", llm.n_tokens, "tokens live")
 """
+
+
+RESTORES = """
+import random, signal, sys
+from llamas import forget, load, random_tokens
+from kvkeep.cache import attach
+
+armed, chance = False, random.Random(int(sys.argv[3]))
+
+def interrupt(*_):
+    if armed:
+        raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+llm = load(sys.argv[1])
+keep = attach(llm, sys.argv[2], break_even=False)
+prompt = random_tokens(300)
+hits = 0
+# The first restore of a process starts its threads: that is where an interrupt must not leave one that nobody wakes.
+for _ in range(60):
+    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 5e-3))
+    try:
+        armed = True
+        keep._session.settle(llm, [*prompt, 7])
+    except KeyboardInterrupt:
+        armed = False
+        hits += 1
+    armed = False
+    forget(llm)
+assert keep._session.settle(llm, [*prompt, 7]).length == 300
+keep.close()
+print(hits)
+"""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_process_whose_restores_were_interrupted_ends(dense: str, root: Path, seed: int) -> None:
+    in_new_process(dense, root, [random_tokens(300)])
+    child = run_child(["-c", RESTORES, dense, str(root), str(seed)])
+    assert child.returncode == 0, child.stderr[-2000:]
+    assert int(child.stdout.split()[-1]) > 0
