@@ -122,7 +122,7 @@ class HybridCheckpointCache(BaseLlamaCache):
             raise ValueError("HybridCheckpointCache needs a llama_context; ctx is None")
         if isinstance(max_checkpoints, bool) or not isinstance(max_checkpoints, int):
             raise UsageError(f"max_checkpoints is a whole number, not {max_checkpoints!r}")
-        if isinstance(ctx, (str, bytes, float)):
+        if type(ctx) in (str, bytes, float):  # not isinstance, which looks at the object: a cache that is off touches nothing
             raise UsageError(f"ctx is a llama_context_p, not {ctx!r}")
         if llm is None and path is not None:
             raise UsageError("path needs llm, too: without the model nobody knows whose states are stored there")
