@@ -22,8 +22,8 @@ EXT_BYTES = 12
 # Bytes of a cell's record without extensions: i32 pos, u32 n_seq_id, i32 seq_id.
 CELL_BYTES = 12
 
-_ROWS = struct.Struct("<iQ")
-_COLUMNS = struct.Struct("<iII")
+ROWS = struct.Struct("<iQ")
+COLUMNS = struct.Struct("<iII")
 _LAYOUT = struct.Struct("<BBBxHH")
 _SECTION = struct.Struct("<BxxxiII")
 
@@ -96,8 +96,8 @@ class Section:
     def head(self) -> bytes:
         """llama.cpp's 12 bytes before the tensor's data."""
         if self.role is Role.VALUE_COLUMNS:
-            return _COLUMNS.pack(self.type, self.inner, self.outer)
-        return _ROWS.pack(self.type, self.inner)
+            return COLUMNS.pack(self.type, self.inner, self.outer)
+        return ROWS.pack(self.type, self.inner)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,9 +74,11 @@ class Saver:
             taken: checkpoints that were taken while its tokens were decoded.
         """
         saved = self._batches.saved
+        # One at the state's own end is in the state itself.
+        below = {point.pos: point for point in taken if point.pos < self._prompt.n_tokens}
         state = self._parsed(data, form)
         if state is None:
-            self._wholes(data, form, taken)
+            self._wholes(data, form, list(below.values()))
         else:
             if state.caches:
                 self._blocks(state.caches)
@@ -84,7 +86,6 @@ class Saver:
             self._parts(state, self._prompt.n_tokens)
             # What follows may be refused, and what there is by now is good. Also, what is only queued isn't seen.
             self._batches.commit()
-            below = {point.pos: point for point in taken if point.pos < self._prompt.n_tokens}
             for point in sorted(below.values(), key=lambda point: -point.pos):
                 self._pause()
                 self._parts(parse(point.data, Form.SEQUENCE, self._memory, partial=True), point.pos)

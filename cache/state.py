@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.cache.layout import EXT_BYTES, Bytes, Cells, Layout, Role, Section, section
+from kvkeep.cache.layout import CELL_BYTES, COLUMNS, EXT_BYTES, ROWS, Bytes, Cells, Layout, Role, Section, section
 from kvkeep.cache.memory import Memory, MemoryKind
 from kvkeep.store.errors import LayoutError, TruncatedState, UnknownLayout
 
@@ -29,8 +29,6 @@ MAX_STREAMS = 256
 _U32 = struct.Struct("<I")
 _PAIR = struct.Struct("<II")
 _CELL_HEAD = struct.Struct("<iI")
-_ROWS = struct.Struct("<iQ")
-_COLUMNS = struct.Struct("<iII")
 _U64 = struct.Struct("<Q")
 # ggml types of recurrent tensors that llama.cpp knows: f32, f16, bf16.
 _RECURRENT_TYPES = (0, 1, 30)
@@ -202,7 +200,7 @@ def _attention(cursor: _Cursor, v_trans: bool | None, ext: bool, has_values: boo
 
 
 def _cells(cursor: _Cursor, n_cells: int, ext: bool) -> tuple[npt.NDArray[np.int32], Bytes]:
-    size = _CELL_HEAD.size + (EXT_BYTES if ext else 0) + 4
+    size = CELL_BYTES + (EXT_BYTES if ext else 0)
     records = cursor.take(n_cells * size).reshape(n_cells, size)
     fields = np.ascontiguousarray(records[:, :8]).view("<i4")
     sequences = np.ascontiguousarray(records[:, -4:]).view("<i4")
@@ -210,7 +208,7 @@ def _cells(cursor: _Cursor, n_cells: int, ext: bool) -> tuple[npt.NDArray[np.int
         raise UnknownLayout("cells belong to other sequences than one")
     if (fields[:, 0] < 0).any():
         raise UnknownLayout("a cell has a negative position")
-    return fields[:, 0], records[:, 8 : 8 + (size - 12)].reshape(1, n_cells, size - 12)
+    return fields[:, 0], records[:, 8:-4].reshape(1, n_cells, size - CELL_BYTES)
 
 
 def _tensors(cursor: _Cursor, n_cells: int, v_trans: bool | None, has_values: bool) -> tuple[bool, list[Section], list[Bytes]]:
@@ -228,14 +226,14 @@ def _tensors(cursor: _Cursor, n_cells: int, v_trans: bool | None, has_values: bo
         arrays.append(data.reshape(found.outer, n_cells, found.inner))
 
     for _ in range(n_layer):
-        type_, inner = cursor.read(_ROWS)
+        type_, inner = cursor.read(ROWS)
         tensor(section(Role.KEY, type_, 1, inner))
     for _ in range(n_layer if has_values else 0):
         if found_trans:
-            type_, inner, outer = cursor.read(_COLUMNS)
+            type_, inner, outer = cursor.read(COLUMNS)
             tensor(section(Role.VALUE_COLUMNS, type_, outer, inner))
         else:
-            type_, inner = cursor.read(_ROWS)
+            type_, inner = cursor.read(ROWS)
             tensor(section(Role.VALUE_ROWS, type_, 1, inner))
     return bool(found_trans), sections, arrays
 
@@ -256,7 +254,7 @@ def _recurrent(cursor: _Cursor, form: Form) -> Recurrent:
     n_tensors = 0
     while cursor.left:
         at = cursor.at
-        type_, size = cursor.read(_ROWS)
+        type_, size = cursor.read(ROWS)
         if type_ not in _RECURRENT_TYPES or size > cursor.left:
             # Some models have a second row behind the first, with a size but no type.
             cursor.at = at

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, bindparam, select
 
 from kvkeep.store.frame import TOKEN_BYTES, Kind
 from kvkeep.store.hashing import BlobId, PrefixHash
-from kvkeep.store.schema import MANY, checkpoint
+from kvkeep.store.schema import checkpoint, in_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ _OLDEST = select(*_FIELDS).order_by(checkpoint.c.used, checkpoint.c.pos.desc()).
 def anchors(connection: Connection, borders: Sequence[PrefixHash], seq_id: int) -> set[PrefixHash]:
     """Those of the block borders behind which this sequence has checkpoints."""
     found: set[PrefixHash] = set()
-    for first in range(0, len(borders), MANY):
-        rows = connection.execute(_ANCHORS, {"anchors": borders[first : first + MANY], "seq": seq_id})
+    for piece in in_pieces(borders):
+        rows = connection.execute(_ANCHORS, {"anchors": piece, "seq": seq_id})
         found.update(PrefixHash(anchor) for (anchor,) in rows)
     return found
 

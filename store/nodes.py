@@ -8,7 +8,7 @@ from sqlalchemy import Connection, bindparam, exists, select
 
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import BlobId, PrefixHash
-from kvkeep.store.schema import MANY, node
+from kvkeep.store.schema import in_pieces, node
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,8 @@ _OLD_LEAVES = select(*_FIELDS).where(_IS_LEAF).order_by(node.c.used, node.c.star
 def by_keys(connection: Connection, keys: Sequence[PrefixHash]) -> dict[PrefixHash, Node]:
     """Those of `keys` that are stored."""
     found: dict[PrefixHash, Node] = {}
-    for first in range(0, len(keys), MANY):
-        for row in connection.execute(_BY_KEYS, {"keys": keys[first : first + MANY]}):
+    for piece in in_pieces(keys):
+        for row in connection.execute(_BY_KEYS, {"keys": piece}):
             found[row.key] = _node(row)
     return found
 

@@ -11,7 +11,7 @@ from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
 from kvkeep.store.entry import Entry
 from kvkeep.store.hashing import BlobId
 from kvkeep.store.nodes import NewNode, Node
-from kvkeep.store.schema import MANY, checkpoint, node, window
+from kvkeep.store.schema import checkpoint, in_pieces, node, window
 from kvkeep.store.windows import NewWindow, Window
 
 NewRow = NewNode | NewWindow | NewCheckpoint
@@ -66,8 +66,8 @@ def remove(connection: Connection, entries: Sequence[Entry]) -> None:
         if is_there(connection, entry):
             ids[table_of(entry).name].append(entry.id)
     for table in TABLES:
-        for first in range(0, len(ids[table.name]), MANY):
-            connection.execute(delete(table).where(table.c.id.in_(ids[table.name][first : first + MANY])))
+        for piece in in_pieces(ids[table.name]):
+            connection.execute(delete(table).where(table.c.id.in_(piece)))
 
 
 def touch(connection: Connection, table: Table, ids: Iterable[int], now: float) -> None:
@@ -89,9 +89,8 @@ def named(connection: Connection, blobs: Sequence[BlobId]) -> set[BlobId]:
     """Those of `blobs` that some row still names."""
     found: set[BlobId] = set()
     for table in TABLES:
-        for first in range(0, len(blobs), MANY):
-            chunk = blobs[first : first + MANY]
-            found.update(BlobId(name) for (name,) in connection.execute(select(table.c.blob).where(table.c.blob.in_(chunk))))
+        for piece in in_pieces(blobs):
+            found.update(BlobId(name) for (name,) in connection.execute(select(table.c.blob).where(table.c.blob.in_(piece))))
     return found
 
 

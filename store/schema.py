@@ -1,5 +1,8 @@
 """The tables of the index, as this version uses them. Created and changed by Alembic only (`kvkeep.migrations`)."""
 
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
 from sqlalchemy import (
     REAL,
     BigInteger,
@@ -20,6 +23,15 @@ REVISION = "0.2.0"
 
 # SQLite allows 32,766 variables in one statement; longer lists are asked for in pieces of this.
 MANY = 10_000
+
+_T = TypeVar("_T")
+
+
+def in_pieces(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    """A long list in pieces that SQLite takes in one statement."""
+    for first in range(0, len(items), MANY):
+        yield items[first : first + MANY]
+
 
 metadata = MetaData(
     naming_convention={

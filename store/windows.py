@@ -12,7 +12,7 @@ from sqlalchemy import Connection, bindparam, select
 
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import BlobId, PrefixHash
-from kvkeep.store.schema import MANY, window
+from kvkeep.store.schema import in_pieces, window
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +74,8 @@ _OLDEST = select(*_FIELDS).order_by(window.c.used, window.c.start.desc()).limit(
 def by_keys(connection: Connection, keys: Sequence[PrefixHash]) -> dict[PrefixHash, Window]:
     """Those of `keys` that are stored."""
     found: dict[PrefixHash, Window] = {}
-    for first in range(0, len(keys), MANY):
-        for row in connection.execute(_BY_KEYS, {"keys": keys[first : first + MANY]}):
+    for piece in in_pieces(keys):
+        for row in connection.execute(_BY_KEYS, {"keys": piece}):
             found[row.key] = _window(row)
     return found
 

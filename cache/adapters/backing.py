@@ -3,16 +3,23 @@
 No error of opening or identifying passes it: without a store the model works on, and `unavailable` says why.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from kvkeep.cache.adapters.ending import wait_for_the_gone
 from kvkeep.cache.adapters.identity import ingredients_of, label_of
 from kvkeep.cache.fingerprint import Identification
+from kvkeep.cache.layout import Bytes
 from kvkeep.cache.memory import Memory
+from kvkeep.cache.points import Point
 from kvkeep.cache.prefix_cache import Identity, PrefixCache
 from kvkeep.cache.report import Reporter
+from kvkeep.cache.restore import Restored
+from kvkeep.cache.state import Form
 from kvkeep.cache.writer import Job, Writer
 from kvkeep.store.errors import StoreLocked
 from kvkeep.store.hashing import Fingerprint
@@ -22,6 +29,8 @@ from kvkeep.store.repository import DefaultCapacity, Repository
 # How long a close waits for the model's hash: a first run of a large model should leave something behind, but nobody
 # waits minutes for a window to close.
 IDENTIFY_SECONDS = 10.0
+
+Tokens = npt.NDArray[np.int32]
 
 
 class Backing:
@@ -51,8 +60,6 @@ class Backing:
         self._identification: Identification | None = None
         # Saves wait until it is known whose they are.
         self._writer = Writer(self._job_failed, self._job_dropped, held=True)
-        self.pause = self._writer.pause
-        self.submit = self._writer.submit
 
     def open(self, llm: Any, path: Path, capacity_bytes: int, extra: str) -> None:
         """Open the store and begin to identify the model."""
@@ -96,6 +103,50 @@ class Backing:
     def later(self, run: Callable[[], object]) -> None:
         """Do something in the writer's thread."""
         self._writer.submit(Job.of(run))
+
+    def fits(self, n_bytes: int) -> bool:
+        """Whether a state that can't be cut could be stored. Counted as dropped if it never could."""
+        if self.cache is None or n_bytes <= self.cache.largest_bytes:
+            return True
+        self._reporter.dropped("a state is larger than the whole budget allows, and can't be cut")
+        return False
+
+    def keep(
+        self,
+        tokens: Tokens,
+        state: Bytes,
+        form: Form,
+        points: Sequence[Point],
+        *,
+        seq_id: int = 0,
+        replaces: bool = True,
+        done: Callable[[PrefixCache], None],
+    ) -> None:
+        """Have a state stored, with checkpoints that were taken on the way to it.
+
+        Args:
+            tokens: what it was decoded from.
+            state: llama.cpp's bytes.
+            form: their form.
+            points: the checkpoints.
+            seq_id: the sequence.
+            replaces: a waiting state of the same tokens' beginning needn't be stored any more.
+            done: called once it is stored.
+        """
+
+        def run() -> None:
+            if (cache := self.cache) is None:
+                return
+            saved = cache.save(tokens, state, form, points=points, seq_id=seq_id, pause=self._writer.pause)
+            self._reporter.saved(saved.written_bytes, saved.evicted)
+            done(cache)
+
+        size = state.nbytes + sum(point.data.nbytes for point in points)
+        self._writer.submit(Job(run, tokens, size, replaces=replaces))
+
+    def quarantine(self, cache: PrefixCache, restored: Restored) -> None:
+        """Remove, behind, what didn't verify."""
+        self.later(lambda: self._reporter.quarantined(cache.quarantine(restored.damaged), restored.detail))
 
     def _job_dropped(self) -> None:
         self._failed(None)

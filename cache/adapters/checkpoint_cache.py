@@ -22,10 +22,9 @@ from kvkeep.cache.adapters.ending import Ending
 from kvkeep.cache.layout import Bytes
 from kvkeep.cache.memory import Memory, MemoryKind
 from kvkeep.cache.points import Point
-from kvkeep.cache.prefix_cache import token_bytes
+from kvkeep.cache.prefix_cache import PrefixCache, token_bytes
 from kvkeep.cache.report import Reporter
 from kvkeep.cache.state import Form, parse, partial_of
-from kvkeep.cache.writer import Job
 from kvkeep.store.errors import KvkeepError, StoreClosed, UsageError
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import digests_at
@@ -226,8 +225,7 @@ class HybridCheckpointCache(BaseLlamaCache):
             return
         tokens = np.frombuffer(prefix, "<i4")
         opaque = memory.kind is MemoryKind.UNKNOWN
-        if opaque and backing.cache is not None and self._context.size(seq_id) > backing.cache.largest_bytes:
-            self.reporter.dropped("a state is larger than the whole budget allows, and can't be cut")
+        if opaque and not backing.fits(self._context.size(seq_id)):
             return
         whole = memory.window is not None and int(llama_cpp.llama_n_seq_max(self._context.ctx)) == 1
         state = self._context.copy_whole() if whole else self._context.copy(seq_id)
@@ -239,20 +237,13 @@ class HybridCheckpointCache(BaseLlamaCache):
         points = [old for known, old in list(waiting.items()) if cut and old.pos < point.pos and prefix.startswith(known)]
         waiting[prefix] = point
 
-        reporter = self.reporter
-
         # Holds nothing of this object: one that goes is closed, and waited for, while its last job still waits.
-        def run() -> None:
-            cache = backing.cache
-            if cache is None:
-                return
-            saved = cache.save(tokens, state, form, points=points, seq_id=seq_id, pause=backing.pause)
-            reporter.saved(saved.written_bytes, saved.evicted)
+        def stored(_: PrefixCache) -> None:
             for known, old in list(waiting.items()):
                 if old in points or old is point:
                     waiting.pop(known, None)
 
-        backing.submit(Job(run, tokens, state.nbytes + sum(old.data.nbytes for old in points), replaces=cut))
+        backing.keep(tokens, state, form, points, seq_id=seq_id, replaces=cut, done=stored)
 
     # -- find -----------------------------------------------------------------------------------------------------
 
@@ -283,7 +274,7 @@ class HybridCheckpointCache(BaseLlamaCache):
             # Llama shows the tokens of sequence 0 only, and what isn't known to be right must never be stored.
             return False
         llm = None if self._llm is None else self._llm()
-        if llm is not None and checkpoint.seq_id == 0:
+        if llm is not None:
             shown = token_bytes(llm.input_ids[: min(llm.n_tokens, checkpoint.pos)])
             if checkpoint._tokens and shown != checkpoint._tokens:
                 return False
@@ -307,8 +298,7 @@ class HybridCheckpointCache(BaseLlamaCache):
             return None
         restored = cache.restore(match, tokens, seq_id=seq_id)
         if restored.damaged and self._backing is not None:
-            damaged, detail = restored.damaged, restored.detail
-            self._backing.later(lambda: self.reporter.quarantined(cache.quarantine(damaged), detail))
+            self._backing.quarantine(cache, restored)
         if restored.length <= better_than:
             return None
         data = (restored.state if match.is_opaque else partial_of(restored.state, self._memory)).tobytes()
@@ -441,7 +431,7 @@ class HybridCheckpointCache(BaseLlamaCache):
 
     def close(self) -> None:
         """Store what waits, and let go of the context. Safe to call twice."""
-        if getattr(self, "_ctx", None) is None:
+        if self._ctx is None:
             return
         if self._backing is not None:
             _close(self._backing)

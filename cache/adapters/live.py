@@ -110,10 +110,13 @@ class LiveSequence:
         self.context.roll_back(point.data, length)
 
     def can_take_points(self, llm: Any) -> bool:
-        """Whether the context is known and agrees with itself, so that checkpoints can be taken in what follows."""
+        """Whether checkpoints can be taken in what follows."""
         self._notice_foreign_decodes()
-        empty = llm.n_tokens == 0
-        return self._ledger.proven and self.is_known(llm) and (empty or self.context.pos_max() == llm.n_tokens - 1)
+        return self._agrees(llm)
+
+    def _agrees(self, llm: Any) -> bool:
+        """Whether the context is known, and stands behind the last of its tokens. (pos_max is -1 where there are none.)"""
+        return self._ledger.proven and self.is_known(llm) and self.context.pos_max() == llm.n_tokens - 1
 
     def take_point(self, llm: Any, *, saved: bool = False) -> None:
         """Take a checkpoint of what can't be cut, where the context stands now.
@@ -123,10 +126,9 @@ class LiveSequence:
             saved: the store has it, or is about to.
         """
         pos = llm.n_tokens
-        trusted = self._ledger.proven and self.is_known(llm)
-        if not self.context.memory.needs_checkpoints or not trusted or pos == 0 or pos in self.points.positions:
+        if not self.context.memory.needs_checkpoints or pos == 0 or pos in self.points.positions:
             return
-        if self.context.pos_max() != pos - 1 or self.context.point_bytes() > MAX_BYTES:
+        if not self._agrees(llm) or self.context.point_bytes() > MAX_BYTES:
             return
         point = Point(pos, self.context.copy_point())
         self.points.add(point)

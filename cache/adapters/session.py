@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,11 @@ from kvkeep.cache.adapters.backing import Backing
 from kvkeep.cache.adapters.live import NO_TOKENS, LiveSequence, Tokens
 from kvkeep.cache.adapters.turns import UserTurns
 from kvkeep.cache.break_even import BreakEven
-from kvkeep.cache.layout import Bytes
 from kvkeep.cache.match import Match, Reason, Source
 from kvkeep.cache.memory import MemoryKind
 from kvkeep.cache.points import Point, schedule
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.report import Reporter
-from kvkeep.cache.writer import Job
 from kvkeep.store.errors import KvkeepError, StateRefused, TooLarge
 from kvkeep.store.repository import Repository
 
@@ -194,7 +193,7 @@ class Session:
         restored = cache.restore(stored, prompt)
         if restored.damaged:
             self._kept, self._save_anyway = NO_TOKENS, True
-            self._backing.later(lambda: self.reporter.quarantined(cache.quarantine(restored.damaged), restored.detail))
+            self._backing.quarantine(cache, restored)
         if restored.length <= usable:
             return replace(missed, detail=restored.detail)
         try:
@@ -301,16 +300,15 @@ class Session:
             return
         context = self._live.context
         opaque = context.memory.kind is MemoryKind.UNKNOWN
-        if opaque and self.cache is not None and context.state_bytes() > self.cache.largest_bytes:
+        if opaque and not self._backing.fits(context.state_bytes()):
             self._kept = tokens
-            self.reporter.dropped("a state is larger than the whole budget allows, and can't be cut")
             return
         self._live.take_point(llm)
         points = self._live.points.unsaved()
         state = context.copy_state()
-        size = state.nbytes + sum(point.data.nbytes for point in points)
         # A newer job takes over the checkpoints of the one that it replaces; not where each would have to be a full state.
-        self._backing.submit(Job(lambda: self._save(tokens, state, points), tokens, size, replaces=not opaque))
+        done = partial(self._saved, points)
+        self._backing.keep(tokens, state, context.form, points, replaces=not opaque, done=done)
         self._kept = tokens
         self._live.points.handed_over(points)
 
@@ -327,16 +325,9 @@ class Session:
             return False
         return self.cache is not None and self.cache.match(tokens).length == len(tokens)
 
-    def _save(self, tokens: Tokens, state: Bytes, points: Sequence[Point]) -> None:
+    def _saved(self, points: Sequence[Point], cache: PrefixCache) -> None:
         """Runs in the writer's thread, or in that of whoever flushes."""
-        cache = self.cache
-        if cache is None:
-            return
-        # The last one is the state's own end.
-        taken = [point for point in points if point.pos < len(tokens)]
-        saved = cache.save(tokens, state, self._live.context.form, points=taken, pause=self._backing.pause)
         self._live.points.saved(points)
-        self.reporter.saved(saved.written_bytes, saved.evicted)
         with self.reporter.border("noting what was measured and used"):
             cache.measured(self.rates.prefill_rate, self.rates.restore_rate)
             cache.repository.flush_touched()

@@ -43,7 +43,7 @@ def test_the_highest_position_comes_first(repository: Repository) -> None:
 
 
 def test_borders_behind_which_there_is_something(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoints, "MANY", 1)  # more borders than one statement takes
+    monkeypatch.setattr("kvkeep.store.schema.MANY", 1)  # more borders than one statement takes
     store(repository, [opaque([1]), opaque([1, 2, 3])])
     nowhere = PrefixHash(b"?" * 32)
     with repository.rows() as connection:

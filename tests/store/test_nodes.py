@@ -54,7 +54,7 @@ def test_own_tokens_are_the_last_of_the_path(repository: Repository) -> None:
 
 
 def test_by_keys_finds_those_that_are_there(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "MANY", 2)  # more keys than one statement takes
+    monkeypatch.setattr("kvkeep.store.schema.MANY", 2)  # more keys than one statement takes
     entries = chain_of([1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12])
     store(repository, entries)
     keys = [key_of(entry) for entry in entries]

@@ -39,7 +39,7 @@ def test_a_row_comes_back_as_it_was_added(repository: Repository) -> None:
 
 
 def test_only_stored_keys_are_found(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(windows, "MANY", 1)  # more keys than one statement takes
+    monkeypatch.setattr("kvkeep.store.schema.MANY", 1)  # more keys than one statement takes
     rows = [windowed([i]) for i in range(3)]
     store(repository, rows)
     keys = [new([i]).key for i in range(3)]
