@@ -8,9 +8,9 @@ from kvkeep.store.entry import Entry
 from kvkeep.store.errors import MapFull, UnknownLayout
 from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.nodes import NewNode
-from kvkeep.store.repository import NewEntry, Writing
 from kvkeep.store.verify import is_sound
 from kvkeep.store.windows import NewWindow
+from kvkeep.store.writing import NewEntry, Writing
 
 # A commit waits for the disk, so entries are written together; but a batch is held in memory and needs free pages.
 BATCH_BYTES = 32 << 20
@@ -71,7 +71,8 @@ class Batches:
     def add(self, entry: NewEntry) -> None:
         """Queue an entry, parents before children. Commits what is queued if that is enough for a batch."""
         footprint = budget.footprint(len(entry.value))
-        if self._batch.entries and self._batch.size + footprint > min(BATCH_BYTES, budget.largest(self._writing.blobs) // 4):
+        is_large = self._batch.size + footprint > min(BATCH_BYTES, budget.largest(self._writing.blobs) // 4)
+        if self._batch.entries and (is_large or len(self._batch.entries) >= self._writing.rows_at_once):
             self.commit()
         self.protect(budget.key_of(entry.row))
         self._batch.entries.append(entry)
@@ -87,7 +88,7 @@ class Batches:
         if not batch.entries:
             return
         batch.replaced += self._in_the_way(batch)
-        self.saved.evicted += len(budget.make_room(self._writing, batch.size, self._protected))
+        self.saved.evicted += len(self._make_room(batch, batch.size))
         self._write(batch)
         self.saved.written += len(batch.entries)
         self.saved.written_bytes += sum(len(entry.value) for entry in batch.entries)
@@ -118,8 +119,10 @@ class Batches:
                 if attempt == _TRIES:
                     raise
                 self._writing.blobs.settle()
-                evicted = budget.make_room(self._writing, batch.size * (attempt + 1), self._protected)
-                self.saved.evicted += len(evicted)
+                self.saved.evicted += len(self._make_room(batch, batch.size * (attempt + 1)))
+
+    def _make_room(self, batch: _Batch, n_bytes: int) -> list[Entry]:
+        return budget.make_room(self._writing, n_bytes, self._protected, rows=len(batch.entries))
 
 
 def _is_same(one: NewNode, other: NewNode) -> bool:

@@ -1,24 +1,27 @@
-"""Which entries go when the byte budget is full: leaves first, least recently used first."""
+"""Room within the byte budget: what has to go for what comes, and what is too old."""
 
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Iterator
 
-from kvkeep.store import checkpoints, nodes, windows
+from kvkeep.cache.eviction import in_order, key_of
+from kvkeep.cache.pinned import pinned_keys
+from kvkeep.store import settings
 from kvkeep.store.blobs import PAGE_BYTES, BlobStore
-from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
-from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
-from kvkeep.store.errors import TooLarge
-from kvkeep.store.frame import Kind
+from kvkeep.store.errors import DiskFull, TooLarge
 from kvkeep.store.hashing import PrefixHash
-from kvkeep.store.nodes import Node
-from kvkeep.store.repository import Writing
-from kvkeep.store.rows import NewRow
+from kvkeep.store.space import Space
+from kvkeep.store.writing import Writing
+
+__all__ = ["evict", "expire", "footprint", "key_of", "largest", "make_room"]
 
 # The map is filled to here; the rest is headroom for two write batches, because LMDB can use a freed page again only
-# two transactions later.
+# two transactions later. The index likewise: B-trees split where they like.
 FILL = 0.8
-# Evicted in batches: one commit each, and each commit waits for the disk.
-_BATCH = 64
+# Entries that are removed together: one commit each, and each commit waits for the disk.
+_BATCH = 256
+# What a row takes in the index, B-trees included, and somewhat more.
+_ROW_BYTES = 2048
 
 
 def footprint(stored_bytes: int) -> int:
@@ -31,71 +34,117 @@ def largest(blobs: BlobStore) -> int:
     return int(blobs.map_bytes * FILL)
 
 
-def make_room(writing: Writing, incoming: int, protect: Collection[PrefixHash] = ()) -> list[Entry]:
+def make_room(writing: Writing, incoming: int, protect: Collection[PrefixHash] = (), *, rows: int = 0) -> list[Entry]:
     """Evict until `incoming` more bytes fit.
 
     Args:
         writing: the right to write.
         incoming: footprint of what is about to be stored.
-        protect: keys that must stay, such as the parents of what is about to be stored.
+        protect: keys that must stay, such as the parents of what is about to be stored. What is pinned, or being
+            restored, stays too.
+        rows: how many rows are about to be stored.
 
     Returns:
         What was evicted.
 
     Raises:
         TooLarge: it doesn't fit even when everything else is gone. Nothing more than that was evicted for it.
+        DiskFull: the same, because the disk has no more room than is to be left to others.
     """
-    limit = largest(writing.blobs)
-    if incoming > limit:
+    if incoming > (limit := largest(writing.blobs)):
         raise TooLarge(f"{incoming} bytes don't fit into the {limit} bytes that the budget leaves for blobs")
+    room = _Room(writing, incoming, rows)
     evicted: list[Entry] = []
-    while (surplus := writing.blobs.used_bytes + incoming - limit) > 0:
-        chosen = _choose(writing, surplus, protect)
+    while (surplus := room.surplus()) > 0 or room.surplus_rows() > 0:
+        room.check_possible()
+        chosen = _chosen(writing, surplus, room.surplus_rows(), protect)
         if not chosen:
             # Blobs without rows may hold the room: killed writers leave them.
             if writing.sweep() == 0:
-                raise TooLarge(f"{incoming} bytes don't fit beside what is protected, in {limit} bytes for blobs")
+                raise room.too_small()
             continue
         writing.remove(chosen)
         evicted += chosen
     return evicted
 
 
-def _choose(writing: Writing, surplus: int, protect: Collection[PrefixHash]) -> list[Entry]:
+def evict(writing: Writing, n_bytes: int) -> list[Entry]:
+    """Evict entries of at least so many bytes together, or of what may go. Returns what went."""
+    evicted: list[Entry] = []
+    while n_bytes > 0 and (chosen := _chosen(writing, n_bytes, 0, ())):
+        writing.remove(chosen)
+        evicted += chosen
+        n_bytes -= sum(footprint(entry.stored_bytes) for entry in chosen)
+    return evicted
+
+
+class _Room:
+    """What there is, and what there will be."""
+
+    def __init__(self, writing: Writing, incoming: int, rows: int) -> None:
+        self._writing = writing
+        self._incoming = incoming
+        self._rows = rows
+        # Asked once: it costs a look at the disk, and an eviction doesn't make the file smaller.
+        self._by_disk = int(writing.blob_bytes() * FILL)
+        self._limit = min(largest(writing.blobs), self._by_disk)
+
+    def surplus(self) -> int:
+        """Bytes of blobs that are too many."""
+        return self._writing.blobs.used_bytes + self._incoming - self._limit
+
+    def surplus_rows(self) -> int:
+        """Rows of the index that are too many."""
+        space: Space = self._writing.index.space
+        surplus = self._writing.index.used_bytes + self._rows * _ROW_BYTES - int(space.index_bytes * FILL)
+        return -(-surplus // _ROW_BYTES)
+
+    def check_possible(self) -> None:
+        """Nobody is evicted for what can't fit anyway."""
+        if self._incoming > self._limit:
+            raise self.too_small()
+
+    def too_small(self) -> TooLarge | DiskFull:
+        """Why it doesn't fit."""
+        if self._by_disk < largest(self._writing.blobs):
+            return DiskFull(f"{self._incoming} bytes don't fit: the disk has no more room than is to be left to others")
+        return TooLarge(f"{self._incoming} bytes don't fit beside what is protected, in {self._limit} bytes for blobs")
+
+
+def _chosen(writing: Writing, surplus: int, surplus_rows: int, protect: Collection[PrefixHash]) -> list[Entry]:
+    chosen: list[Entry] = []
+    for together in _may_go(writing, protect):
+        if (surplus <= 0 and surplus_rows <= 0) or len(chosen) >= _BATCH:
+            break
+        chosen += together
+        surplus -= sum(footprint(entry.stored_bytes) for entry in together)
+        surplus_rows -= len(together)
+    return chosen
+
+
+def _may_go(writing: Writing, protect: Collection[PrefixHash]) -> Iterator[list[Entry]]:
     with writing.index.read() as connection:
-        leaves = nodes.oldest_leaves(connection, _BATCH + len(protect))
-        points = checkpoints.oldest(connection, _BATCH + len(protect))
-        rows = windows.oldest(connection, _BATCH + len(protect))
-        candidates: list[Entry] = [*leaves, *points, *rows]
-        candidates.sort(key=lambda entry: entry.used)
-        chosen: dict[tuple[type, int], Entry] = {}
-        for entry in candidates:
-            if surplus <= 0 or len(chosen) >= _BATCH:
-                break
-            together = [entry, *_standing_on(connection, entry)]
-            if any(key_of(gone) in protect for gone in together):
-                continue
-            for gone in together:
-                if chosen.setdefault((type(gone), gone.id), gone) is gone:
-                    surplus -= footprint(gone.stored_bytes)
-    return list(chosen.values())
+        yield from in_order(connection, {*protect, *writing.held, *pinned_keys(connection)})
 
 
-def _standing_on(connection: Connection, entry: Entry) -> list[Entry]:
-    """Checkpoints and windows that are of no use without a leaf: they never outlive it. Whole states stand on nothing."""
-    if not isinstance(entry, Node):
+def expire(writing: Writing, now: float | None = None) -> list[Entry]:
+    """Remove what nobody has used for longer than the root keeps anything. Returns what was removed."""
+    with writing.index.read() as connection:
+        lifetime = settings.find(connection, settings.LIFETIME_SECONDS) or 0
+    if lifetime <= 0:
         return []
-    before = len(entry.path) - len(entry.tokens)
-    others = [node.path for node in nodes.slot(connection, entry.anchor) if node.id != entry.id]
-    beside: list[Entry] = [*checkpoints.at(connection, entry.anchor), *windows.slots(connection, [entry.anchor])]
-    above: list[Entry] = [*checkpoints.at(connection, entry.key), *windows.slots(connection, [entry.key])]
-    for other in beside:
-        in_it = len(other.path) > before and entry.path.startswith(other.path)
-        if in_it and not any(path.startswith(other.path) for path in others):
-            above.append(other)
-    return [other for other in above if not (isinstance(other, Checkpoint) and other.kind == Kind.OPAQUE)]
+    before = (time.time() if now is None else now) - lifetime
+    removed: list[Entry] = []
+    while chosen := _older(writing, before):
+        writing.remove(chosen)
+        removed += chosen
+    return removed
 
 
-def key_of(row: Entry | NewRow) -> PrefixHash:
-    """The prefix hash by which an entry is found."""
-    return row.prefix if isinstance(row, NewCheckpoint) else row.key
+def _older(writing: Writing, before: float) -> list[Entry]:
+    chosen: list[Entry] = []
+    for together in _may_go(writing, ()):
+        if together[0].used >= before or len(chosen) >= _BATCH:
+            break
+        chosen += together
+    return chosen

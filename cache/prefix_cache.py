@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.cache import budget, restore_point
+from kvkeep.cache import budget, restore_point, upkeep
 from kvkeep.cache.batches import Saved
+from kvkeep.cache.eviction import key_of
 from kvkeep.cache.layout import Bytes
 from kvkeep.cache.match import Match, Reason, Source
 from kvkeep.cache.memory import Memory
@@ -18,6 +19,7 @@ from kvkeep.cache.restore_point import Prompt
 from kvkeep.cache.save import Saver
 from kvkeep.cache.state import Form
 from kvkeep.store import namespaces, rows
+from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import UsageError
 from kvkeep.store.frame import TOKEN_BYTES
@@ -113,10 +115,8 @@ class PrefixCache:
         data = token_bytes(tokens[:wanted])
         with self.repository.rows() as connection:
             space = namespaces.find(connection, self.identity.fingerprint)
-            if space is None or not rows.holds_any(connection, space.id):
-                others = namespaces.any_other(connection, self.identity.fingerprint)
-                reason = Reason.OTHER_NAMESPACE if others else Reason.EMPTY
-                return Match(length=0, prompt_tokens=n_tokens, reason=reason)
+            if space is None:
+                return Match(length=0, prompt_tokens=n_tokens, reason=self._without_any(connection))
             found = restore_point.find(
                 connection,
                 self._prompt(data, space.block_tokens),
@@ -125,6 +125,8 @@ class PrefixCache:
                 whole_window=form is Form.WHOLE,
                 without=without,
             )
+            if found.length == 0 and not rows.holds_any(connection, space.id):
+                return Match(length=0, prompt_tokens=n_tokens, reason=self._without_any(connection))
         if found.length == 0:
             return _nothing(n_tokens, found.in_common)
         return Match(
@@ -135,6 +137,11 @@ class PrefixCache:
             windows=found.windows,
             checkpoint=found.checkpoint,
         )
+
+    def _without_any(self, connection: Connection) -> Reason:
+        """Why nothing is found where nothing of this model is stored."""
+        others = namespaces.any_other(connection, self.identity.fingerprint)
+        return Reason.OTHER_NAMESPACE if others else Reason.EMPTY
 
     def _prompt(self, data: bytes, block_tokens: int) -> Prompt:
         root = self.identity.fingerprint
@@ -157,7 +164,8 @@ class PrefixCache:
         detail = ""
         longest = match.length
         for _ in range(_TRIES):
-            with self.repository.snapshot() as snapshot:
+            held = [key_of(entry) for entry in match.entries]
+            with self.repository.holding(held), self.repository.snapshot() as snapshot:
                 restored = assemble(snapshot, match, token_bytes(tokens[: match.length]), form, arch)
             if restored.length or not restored.damaged:
                 break
@@ -206,13 +214,22 @@ class PrefixCache:
             LayoutError: the state doesn't hold exactly these positions.
             CapacityError, StoreLocked, StoreError: not, or only a first part, was stored. The store is sound.
         """
+        # Written down before anybody is evicted for this state.
+        self.repository.flush_touched()
+        if upkeep.is_over_budget(self.repository):
+            upkeep.settle(self.repository)
         with self.repository.writing() as writing:
+            budget.expire(writing)
             with writing.index.write() as connection:
                 who = self.identity
                 space = namespaces.add(connection, who.fingerprint, who.label, who.ingredients, self._block_tokens)
             data = token_bytes(tokens)
             prompt = self._prompt(data, space.block_tokens)
-            return Saver(writing, space, self.identity, prompt, seq_id, pause).save(state, form, points)
+            saver = Saver(writing, space, self.identity, prompt, seq_id, pause)
+            try:
+                return saver.save(state, form, points)
+            finally:
+                self.repository.touch(saver.passed, hit=False)
 
     @property
     def largest_bytes(self) -> int:

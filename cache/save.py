@@ -20,13 +20,14 @@ from kvkeep.cache.restore_point import Prompt, along, is_filed
 from kvkeep.cache.state import Form, Recurrent, State, parse
 from kvkeep.store import checkpoints, codec, frame, nodes, windows
 from kvkeep.store.checkpoints import NewCheckpoint
+from kvkeep.store.entry import Entry
 from kvkeep.store.errors import LayoutError, TooLarge, UnknownLayout
 from kvkeep.store.frame import TOKEN_BYTES, FrameHeader, Kind
 from kvkeep.store.hashing import PrefixHash, blob_id, extend, prefix_of
 from kvkeep.store.namespaces import Namespace
 from kvkeep.store.nodes import NewNode
-from kvkeep.store.repository import NewEntry, Writing
 from kvkeep.store.windows import NewWindow
+from kvkeep.store.writing import NewEntry, Writing
 
 if TYPE_CHECKING:
     from kvkeep.cache.prefix_cache import Identity
@@ -64,6 +65,8 @@ class Saver:
         self._pause = pause
         self._block_tokens = space.block_tokens
         self._batches = Batches(writing, space.id, set(prompt.borders))
+        self.passed: list[Entry] = []
+        """What was stored already of this state. It is in use, as if it had been restored."""
 
     def save(self, data: Bytes, form: Form, taken: Sequence[Point] = ()) -> Saved:
         """Store the state, cut into its parts if its memory allows that, else whole.
@@ -119,6 +122,8 @@ class Saver:
                 self._node(caches, self._borders[i], self._borders[i], tokens, tokens, start)
                 # Behind it: a full batch is committed before the block is queued, and they must go with the block.
                 self._replace_pieces(self._borders[i], tokens, start)
+            else:
+                self.passed.append(known)
 
     def _replace_pieces(self, anchor: PrefixHash, block: bytes, start: int) -> None:
         """Pieces of a tail that a full block makes superfluous, if no other chat stands on them."""
@@ -140,6 +145,7 @@ class Saver:
         # Also where it is another chat's: the checkpoint of this state will stand on it.
         for node, _ in steps:
             self._batches.protect(node.key)
+            self.passed.append(node)
         if radix.covered(steps) * TOKEN_BYTES == len(rest):
             return
         pieces = radix.whole(steps)
@@ -182,6 +188,7 @@ class Saver:
                 near = [row for row in windows.slots(connection, [anchor]) if is_filed(row, anchor, border)]
             if covering := [row for row in near if row.path.startswith(path) and row.start <= start]:
                 self._batches.protect(covering[0].key)
+                self.passed.append(covering[0])
                 continue
             key = extend(anchor, path)
             tokens = path[(start - border) * TOKEN_BYTES :]
@@ -242,6 +249,7 @@ class Saver:
             known = checkpoints.find(connection, kind, self._seq_id, pos, prefix)
         if known is not None and (known.anchor, known.path) == (anchor, path):
             self._batches.protect(prefix)
+            self.passed.append(known)
             return
         plain = framed(prefix, anchor, path)
         value = codec.encode(plain)

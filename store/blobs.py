@@ -12,10 +12,12 @@ from pathlib import Path
 
 import lmdb
 
-from kvkeep.store.errors import DiskFull, MapFull, StoreError
+from kvkeep.store.errors import DamagedFile, DiskFull, MapFull, StoreClosed, StoreError
 from kvkeep.store.hashing import BlobId
+from kvkeep.store.private import make_private_folder, occupied_bytes
 
 DATA_FILE = "data.mdb"
+LOCK_FILE = "lock.mdb"
 # An LMDB page. Values of kilobytes and more take whole pages of their own.
 PAGE_BYTES = 4096
 # How often, and how long each time, to wait for a moment in which the map's size can be taken over.
@@ -54,14 +56,17 @@ class BlobStore:
     Args:
         folder: created if missing.
         map_bytes: the largest size that the data file may reach.
+        durable: commits wait for the disk. Without it nothing counts before `sync`.
     """
 
-    def __init__(self, folder: Path, map_bytes: int) -> None:
+    def __init__(self, folder: Path, map_bytes: int, *, durable: bool = True) -> None:
         self.folder = folder
         self.map_bytes = _whole_pages(map_bytes)
+        self._limit = self.map_bytes
         self._active = 0
         self._ended = threading.Condition()
-        folder.mkdir(mode=0o700, exist_ok=True)
+        self._retired = False
+        make_private_folder(folder)
         self._extend_to_map()
         with _translated():
             self._env = lmdb.open(
@@ -73,8 +78,11 @@ class BlobStore:
                 # row, and a cold page cache is the case that people wait for, so it stays on.
                 readahead=True,
                 meminit=False,
+                sync=durable,
             )
             self._env.reader_check()
+        for file in (folder / DATA_FILE, folder / LOCK_FILE):
+            file.chmod(0o600)
 
     @staticmethod
     def is_too_short(folder: Path, map_bytes: int) -> bool:
@@ -113,6 +121,8 @@ class BlobStore:
     @contextmanager
     def _counted(self) -> Iterator[None]:
         with self._ended:
+            if self._retired:
+                raise StoreClosed(f"{self.folder} is closed")
             self._active += 1
         try:
             yield
@@ -120,6 +130,7 @@ class BlobStore:
             with self._ended:
                 self._active -= 1
                 self._ended.notify_all()
+                self._close_if_left()
 
     def _adopt_size(self) -> None:
         """Take over the map's present size, which LMDB allows only while this process has no transaction."""
@@ -127,13 +138,31 @@ class BlobStore:
             if self._ended.wait_for(lambda: self._active == 0, _RESIZE_SECONDS):
                 self._env.set_mapsize(0)
 
+    def limit(self, n_bytes: int) -> None:
+        """Let the file grow to this size and no further; never beyond the map that it was opened with.
+
+        For a disk that gets full: LMDB itself then says `MapFull` before the file takes what is to be left to others.
+
+        Raises:
+            StoreError: readers in this process didn't end in time.
+        """
+        wanted = _whole_pages(min(n_bytes, self.map_bytes))
+        with self._ended:
+            if wanted == self._limit:
+                return
+            if not self._ended.wait_for(lambda: self._active == 0, _RESIZE_SECONDS):
+                raise StoreError(f"the map of {self.folder} can't be resized while it is read from")
+            with _translated():
+                self._env.set_mapsize(wanted)
+            self._limit = wanted
+
     @contextmanager
     def read(self) -> Iterator[BlobReader]:
         """A snapshot. Keep it short: as long as it lives, no deleted page can be used again."""
         with self._begin() as txn:
             yield BlobReader(txn)
 
-    def put(self, blobs: Iterable[tuple[BlobId, bytes]]) -> None:
+    def put(self, blobs: Iterable[tuple[BlobId, bytes | memoryview]]) -> None:
         """Write blobs in one transaction, durable on return.
 
         A name that is there already is written again: callers ask the index first, so this is rare, and it heals a
@@ -169,6 +198,12 @@ class BlobStore:
             stat = self._env.stat()
         return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * PAGE_BYTES
 
+    @property
+    def file_bytes(self) -> int:
+        """How far the file has ever been filled. It doesn't shrink; freed pages in it are used again."""
+        with _translated():
+            return (int(self._env.info()["last_pgno"]) + 1) * PAGE_BYTES
+
     def __len__(self) -> int:
         with self.read() as reader:
             return len(reader)
@@ -176,12 +211,37 @@ class BlobStore:
     @property
     def disk_bytes(self) -> int:
         """Bytes that the folder really occupies; a sparse file is longer than that."""
-        return sum(file.stat().st_blocks * 512 for file in self.folder.iterdir())
+        return occupied_bytes(self.folder / DATA_FILE, self.folder / LOCK_FILE)
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk."""
+        with _translated(), self._counted():
+            self._env.sync(True)
 
     def close(self) -> None:
-        self._env.close()
+        """Close it as soon as no transaction of this process runs any more. Nobody can begin one from now on."""
+        with self._ended:
+            self._retired = True
+            self._close_if_left()
+
+    def _close_if_left(self) -> None:
+        if self._retired and self._active == 0:
+            # Closing twice does nothing.
+            self._env.close()
 
 
+# LMDB met pages that can't be; each is raised instead of an assertion that would have ended the process.
+_DAMAGED = (
+    lmdb.CorruptedError,
+    lmdb.PageNotFoundError,
+    lmdb.InvalidError,
+    lmdb.PanicError,
+    lmdb.VersionMismatchError,
+    lmdb.CursorFullError,
+    lmdb.PageFullError,
+    lmdb.IncompatibleError,
+    lmdb.ProblemError,
+)
 # What LMDB says when the disk is full. EIO too: it calls a write that fits only in part an I/O error, and that is how a
 # disk usually gets full.
 _NO_ROOM = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
@@ -198,6 +258,8 @@ def _translated() -> Iterator[None]:
         yield
     except lmdb.MapFullError as error:
         raise MapFull(f"the blobs' share of the byte budget is full: {error}") from error
+    except _DAMAGED as error:
+        raise DamagedFile(f"the blob store's file is damaged: {error}") from error
     except lmdb.Error as error:
         if any(sign in str(error) for sign in _NO_ROOM):
             raise DiskFull(f"no room on the disk for the blobs: {error}") from error

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, bindparam, select
 from kvkeep.store.frame import TOKEN_BYTES, Kind
 from kvkeep.store.hashing import BlobId, PrefixHash
 from kvkeep.store.schema import checkpoint, in_pieces
+from kvkeep.store.typed import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ _FIELDS = (
     checkpoint.c.namespace_id,
     checkpoint.c.used,
 )
+_TYPES = (int, int, int, bytes, bytes, bytes, bytes, int, int, int, int, float)
 _ANCHORS = (
     select(checkpoint.c.anchor)
     .where(checkpoint.c.anchor.in_(bindparam("anchors", expanding=True)), checkpoint.c.seq_id == bindparam("seq"))
@@ -126,4 +128,4 @@ def every(connection: Connection) -> Iterable[Checkpoint]:
 
 def _checkpoint(row: Sequence[Any]) -> Checkpoint:
     # The kind stays the number that it is on disk: a flipped one is found when the blob is verified.
-    return Checkpoint(*row)
+    return Checkpoint(*typed(row, _TYPES, "checkpoint"))

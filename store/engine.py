@@ -3,7 +3,6 @@
 sqlalchemy has its home in this package: here, in `schema`, and in the modules of the tables.
 """
 
-import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ from sqlalchemy import URL, Connection, create_engine, event, exc, inspect, text
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from kvkeep.store.errors import (
+    DamagedFile,
     DiskFull,
-    IntegrityError,
+    IndexFull,
     KvkeepError,
     MigrationFailed,
     NotARoot,
@@ -24,14 +24,19 @@ from kvkeep.store.errors import (
     StoreLocked,
     TooNew,
 )
+from kvkeep.store.private import make_private_file, occupied_bytes
 from kvkeep.store.schema import REVISION
+from kvkeep.store.space import DEFAULT_CAPACITY, Space
+from kvkeep.store.steps import Step, reached
 
 # The type of a transaction's handle, for those above the store, who don't know sqlalchemy.
-__all__ = ["BUSY_SECONDS", "WAL_BYTES", "Connection", "Index", "translated"]
+__all__ = ["BUSY_SECONDS", "Connection", "Index", "translated"]
 
 # A writer here waits this long for another process's commit; writers are serialised by `writer.lock` anyway.
 BUSY_SECONDS = 5.0
-WAL_BYTES = 1 << 20
+PAGE_BYTES = 4096
+# The files that SQLite keeps beside each other.
+SUFFIXES = ("", "-wal", "-shm")
 _WRITE = "kvkeep_write"
 
 # Must come before the first table: it can't be changed later without rewriting the file. Said to an empty file only,
@@ -39,13 +44,10 @@ _WRITE = "kvkeep_write"
 _FIRST_PRAGMA = "PRAGMA auto_vacuum=INCREMENTAL"
 _PRAGMAS = (
     "PRAGMA journal_mode=WAL",
-    # A power cut may lose the last commits, never corrupt: each lost row is a miss, and its blob garbage.
-    "PRAGMA synchronous=NORMAL",
+    # With NORMAL a power cut may take back commits. One of those may have named the blobs that took the place of others,
+    # and those others were deleted right behind it: chats that were stored long ago would be gone too.
+    "PRAGMA synchronous=FULL",
     "PRAGMA foreign_keys=ON",
-    # The WAL counts against the byte budget; without a limit it keeps its largest size for good.
-    f"PRAGMA journal_size_limit={WAL_BYTES}",
-    # In pages of 4 KiB; the default of 1,000 lets the log grow to 4 MiB.
-    f"PRAGMA wal_autocheckpoint={WAL_BYTES // 4096}",
     f"PRAGMA busy_timeout={int(BUSY_SECONDS * 1000)}",
 )
 
@@ -53,16 +55,43 @@ _PRAGMAS = (
 class Index:
     """The database file. Threads may share it: each transaction takes a connection of its own from the pool."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, space: Space | None = None) -> None:
         self.path = path
-        _create_private(path)
+        self.space = space or Space(DEFAULT_CAPACITY)
+        try:
+            make_private_file(path)
+        except OSError as error:
+            raise NotARoot(f"{path} can't be created: {error.strerror}") from error
         self._engine = create_engine(URL.create("sqlite", database=str(path)))
-        event.listen(self._engine, "connect", _configure)
+        event.listen(self._engine, "connect", self._configure)
         event.listen(self._engine, "begin", _begin)
         # Connections in use, by thread.
         self._used: dict[int, list[DriverConnection]] = {}
         event.listen(self._engine, "checkout", self._taken)
         event.listen(self._engine, "checkin", self._given_back)
+
+    def _configure(self, connection: DriverConnection, _record: ConnectionPoolEntry) -> None:
+        # The driver's own transactions begin too late and as readers; we emit BEGIN ourselves.
+        connection.isolation_level = None
+        if connection.execute("PRAGMA page_count").fetchone() == (0,):
+            connection.execute(_FIRST_PRAGMA)
+        for pragma in (*_PRAGMAS, *self._bounds()):
+            connection.execute(pragma)
+
+    def resize(self, space: Space) -> None:
+        """Divide another budget from now on. For whoever opens it: transactions that run keep their bounds."""
+        self.space = space
+        # The bounds belong to connections; new ones take the new bounds.
+        self._engine.dispose()
+
+    def _bounds(self) -> tuple[str, ...]:
+        """The index's share of the budget, as SQLite keeps it."""
+        return (
+            f"PRAGMA max_page_count={self.space.index_bytes // PAGE_BYTES}",
+            # Without a limit the log keeps its largest size for good. In pages; the default is 1,000.
+            f"PRAGMA journal_size_limit={self.space.log_bytes // 4}",
+            f"PRAGMA wal_autocheckpoint={max(16, self.space.log_bytes // 4 // PAGE_BYTES)}",
+        )
 
     def _taken(self, connection: DriverConnection, _record: ConnectionPoolEntry, _proxy: object) -> None:
         self._used.setdefault(threading.get_ident(), []).append(connection)
@@ -102,14 +131,95 @@ class Index:
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """One transaction, committed at the end of the block, rolled back by an exception.
+        """One transaction, committed at the end of the block, rolled back by an exception. Durable on return.
 
         BEGIN IMMEDIATE, because a transaction that begins as a reader and then writes gets "database is locked" at
         once, whatever the busy timeout.
+
+        Raises:
+            IndexFull: the index, or its log, has no room left within the budget.
+            StoreLocked: another process writes, and didn't finish in time.
         """
+        self._keep_log_small()
         writing = self._engine.execution_options(**{_WRITE: True})
         with translated(), self._interruptible(), writing.begin() as connection:
             yield connection
+
+    def _keep_log_small(self) -> None:
+        """Empty the write-ahead log before it takes more than its share.
+
+        SQLite does it by itself behind a commit, but not beside a reader who still needs it, and such a reader may hang
+        for days.
+        """
+        if self.log_bytes > self.space.log_bytes // 2:
+            self.empty_log()
+            if self.log_bytes > self.space.log_bytes // 2:
+                raise IndexFull(f"the log of {self.path} can't be emptied, because somebody has been reading for long")
+
+    def empty_log(self) -> None:
+        """Move what the log holds into the file, as far as no reader needs it, and cut the log to nothing."""
+        with translated(), self._raw() as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    @contextmanager
+    def _raw(self) -> Iterator[DriverConnection]:
+        """A connection outside of any transaction."""
+        pooled = self._engine.raw_connection()
+        try:
+            connection = pooled.driver_connection
+            assert isinstance(connection, DriverConnection)
+            # What SQLAlchemy would translate if it came by its own ways.
+            try:
+                yield connection
+            except sqlite3.Error as error:
+                raise _translation(str(error)) from error
+        finally:
+            pooled.close()
+
+    def shrink(self) -> None:
+        """Give free pages back to the disk, in pieces that the log has room for."""
+        pages = max(1, self.space.log_bytes // 4 // PAGE_BYTES)
+        while self.free_bytes > 0:
+            before = self.free_bytes
+            with self.write() as connection:
+                # Each row that it answers with is a page given back.
+                connection.exec_driver_sql(f"PRAGMA incremental_vacuum({pages})").fetchall()
+            self.empty_log()
+            if self.free_bytes >= before:
+                # Somebody still reads, or has written meanwhile.
+                return
+
+    def _pragma(self, name: str) -> int:
+        with self.read() as connection:
+            return int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one())
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the file that hold something."""
+        with self.read() as connection:
+            pages, free = (
+                int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()) for name in ("page_count", "freelist_count")
+            )
+        return (pages - free) * PAGE_BYTES
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the file that hold nothing any more."""
+        return self._pragma("freelist_count") * PAGE_BYTES
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the write-ahead log."""
+        return occupied_bytes(self._beside("-wal"))
+
+    def complaint(self) -> str | None:
+        """The first thing that is wrong with the structure of the file, or None. Reads all of it."""
+        try:
+            with self.read() as connection:
+                found = str(connection.exec_driver_sql("PRAGMA integrity_check(1)").scalar_one())
+        except DamagedFile as error:
+            return str(error)
+        return None if found == "ok" else found
 
     def revision(self) -> str | None:
         """The schema's revision, or None in an empty database."""
@@ -146,20 +256,20 @@ class Index:
         try:
             with self.write() as connection:
                 upgrade(connection)
+                reached(Step.MIGRATE_CHANGED)
+            reached(Step.MIGRATE_COMMITTED)
         except KvkeepError:
             raise
         except Exception as error:
             raise MigrationFailed(f"{self.path} couldn't be brought to schema {REVISION}: {error}") from error
 
+    def _beside(self, suffix: str) -> Path:
+        return self.path.with_name(self.path.name + suffix)
+
     @property
     def disk_bytes(self) -> int:
         """Bytes of the database with its write-ahead log."""
-        total = 0
-        for suffix in ("", "-wal", "-shm"):
-            # SQLite removes the log when the last user closes.
-            with suppress(FileNotFoundError):
-                total += self.path.with_name(self.path.name + suffix).stat().st_blocks * 512
-        return total
+        return occupied_bytes(*(self._beside(suffix) for suffix in SUFFIXES))
 
     def close(self) -> None:
         self._engine.dispose()
@@ -183,26 +293,6 @@ def _known_revisions() -> list[str]:
     return revisions()
 
 
-def _create_private(path: Path) -> None:
-    """Create the file with mode 0600 before SQLite does with the umask's; WAL and SHM files inherit it."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
-    except FileExistsError:
-        # Left unopened: closing any descriptor of a database that this process has open drops all its POSIX locks.
-        pass
-    except OSError as error:
-        raise NotARoot(f"{path} can't be created: {error.strerror}") from error
-
-
-def _configure(connection: DriverConnection, _record: ConnectionPoolEntry) -> None:
-    # The driver's own transactions begin too late and as readers; we emit BEGIN ourselves.
-    connection.isolation_level = None
-    if connection.execute("PRAGMA page_count").fetchone() == (0,):
-        connection.execute(_FIRST_PRAGMA)
-    for pragma in _PRAGMAS:
-        connection.execute(pragma)
-
-
 def _begin(connection: Connection) -> None:
     if connection.get_execution_options().get(_WRITE):
         connection.exec_driver_sql("BEGIN IMMEDIATE")
@@ -216,10 +306,16 @@ def _begin(connection: Connection) -> None:
 # What SQLite says, and what it is to us. Looked for in its message: the driver's classes are too coarse.
 _MEANINGS: tuple[tuple[str, type[KvkeepError]], ...] = (
     ("database is locked", StoreLocked),
+    # Its share of the budget may be used up as well, see `max_page_count`; SQLite doesn't tell the two apart.
     ("disk is full", DiskFull),
     ("disk I/O error", DiskFull),
-    ("file is not a database", IntegrityError),
-    ("malformed", IntegrityError),
+    ("file is not a database", DamagedFile),
+    ("malformed", DamagedFile),
+    # Writers look first, under a lock: what is in the way and can't be seen stands in a damaged B-tree.
+    ("constraint failed", DamagedFile),
+    ("Could not decode to UTF-8", DamagedFile),
+    ("no such table", DamagedFile),
+    ("no such column", DamagedFile),
     ("readonly database", NotARoot),
     ("unable to open database file", NotARoot),
 )
@@ -231,6 +327,9 @@ def translated() -> Iterator[None]:
     try:
         yield
     except exc.SQLAlchemyError as error:
-        said = str(getattr(error, "orig", error))
-        kind = next((kind for sign, kind in _MEANINGS if sign in said), StoreError)
-        raise kind(f"the index failed: {said}") from error
+        raise _translation(str(getattr(error, "orig", error))) from error
+
+
+def _translation(said: str) -> KvkeepError:
+    kind = next((kind for sign, kind in _MEANINGS if sign in said), StoreError)
+    return kind(f"the index failed: {said}")

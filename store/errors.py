@@ -13,6 +13,7 @@
         BadFrame                 31   not a frame or stored value of ours, or of an unknown version
         HashMismatch             32   the bytes are not those that the name promises
         MissingBlob              33   a row names a blob that isn't there
+        DamagedFile              34   LMDB's or SQLite's own structures are damaged, not just one entry
       LayoutError                40
         UnknownLayout            41   llama.cpp bytes of a kind that the parser doesn't know
         TruncatedState           42   llama.cpp bytes that end too early or too late
@@ -22,6 +23,7 @@
         MapFull                  51   the blobs' share of the byte budget is used up
         DiskFull                 52   the disk has no room
         TooLarge                 53   one entry is larger than the whole budget
+        IndexFull                54   the index's share of the byte budget is used up
 
 The numbers are the exit codes of the `kvkeep` command. A miss is no error: it is a `Match` of length 0 with a reason.
 """
@@ -99,6 +101,12 @@ class MissingBlob(IntegrityError):
     exit_code = 33
 
 
+class DamagedFile(IntegrityError):
+    """LMDB's or SQLite's own structures are damaged. The next open that is alone recovers what it can."""
+
+    exit_code = 34
+
+
 class LayoutError(KvkeepError):
     exit_code = 40
 
@@ -147,3 +155,9 @@ class TooLarge(CapacityError):
     """One entry is larger than everything that the budget allows."""
 
     exit_code = 53
+
+
+class IndexFull(CapacityError):
+    """The index's share of the byte budget is used up, or a hanging reader keeps its log from being emptied."""
+
+    exit_code = 54

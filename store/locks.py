@@ -4,14 +4,14 @@
 dead process leaves nothing locked.
 """
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import portalocker
 
 from kvkeep.store.errors import StoreError, StoreLocked
+from kvkeep.store.private import make_private_file
 
 # portalocker asks again this often; its default of 0.25 s would be most of a small save.
 _ASK_AGAIN = 0.01
@@ -44,6 +44,30 @@ class SharedLock:
         self.release()
         self._held = _acquire(self._path, how, timeout)
 
+    def try_exclude(self) -> bool:
+        """Hold it alone if nobody else has it right now. Otherwise nothing is held."""
+        try:
+            self.exclude(0)
+        except StoreLocked:
+            return False
+        return True
+
+    def downgrade(self) -> None:
+        """From holding it alone to sharing it, through the same open file.
+
+        The system may let somebody else have it alone for a moment in between: look again at what you knew.
+
+        Raises:
+            StoreLocked: somebody else was quicker, and nothing is held now.
+        """
+        assert self._held is not None
+        assert self._held.fh is not None
+        try:
+            portalocker.lock(self._held.fh, portalocker.LockFlags.SHARED | portalocker.LockFlags.NON_BLOCKING)
+        except portalocker.exceptions.LockException as error:
+            self.release()
+            raise StoreLocked(f"{self._path} was taken by another process") from error
+
     def release(self) -> None:
         if self._held is not None:
             self._held.release()
@@ -66,8 +90,10 @@ def exclusive(path: Path, timeout: float) -> Iterator[None]:
 
 def _acquire(path: Path, how: portalocker.LockFlags, timeout: float) -> portalocker.Lock:
     # Made here with the mode that we want; portalocker would leave it to the umask.
-    with suppress(FileExistsError):
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))
+    try:
+        make_private_file(path)
+    except OSError as error:
+        raise StoreError(f"{path} can't be created: {error.strerror}") from error
     lock = portalocker.Lock(
         path, mode="a", timeout=timeout, check_interval=_ASK_AGAIN, flags=how | portalocker.LockFlags.NON_BLOCKING
     )

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from sqlalchemy import Connection, RowMapping, Table, func, insert, select, update
 
-from kvkeep.store.errors import IntegrityError
+from kvkeep.store.errors import DamagedFile
 from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.schema import checkpoint, namespace, node, window
+from kvkeep.store.typed import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,11 @@ def ids(connection: Connection) -> dict[bytes, int]:
     return {row.fingerprint: row.id for row in connection.execute(select(namespace.c.fingerprint, namespace.c.id))}
 
 
+def every(connection: Connection) -> list[Namespace]:
+    """All namespaces, most recently used first."""
+    return [_namespace(row) for row in connection.execute(select(namespace).order_by(namespace.c.used.desc())).mappings()]
+
+
 def usage(connection: Connection) -> list[Usage]:
     """What every namespace holds, most recently used first."""
     rows = connection.execute(select(namespace).order_by(namespace.c.used.desc())).mappings()
@@ -153,8 +159,10 @@ def _count(connection: Connection, table: Table, namespace_id: int) -> tuple[int
 
 
 def _namespace(row: RowMapping) -> Namespace:
-    if row["block_tokens"] < 1:
-        raise IntegrityError(f"a namespace can't have blocks of {row['block_tokens']} tokens: its row is damaged")
-    return Namespace(
-        row["id"], Fingerprint(row["fingerprint"]), row["label"], row["block_tokens"], row["prefill_rate"], row["restore_rate"]
+    identifier, fingerprint, label, block_tokens = typed(
+        [row[name] for name in ("id", "fingerprint", "label", "block_tokens")], (int, bytes, str, int), "namespace"
     )
+    if block_tokens < 1:
+        raise DamagedFile(f"a namespace can't have blocks of {block_tokens} tokens: its row is damaged")
+    rates = (row[name] if isinstance(row[name], float) else None for name in ("prefill_rate", "restore_rate"))
+    return Namespace(identifier, Fingerprint(fingerprint), label, block_tokens, *rates)

@@ -9,6 +9,7 @@ from sqlalchemy import Connection, bindparam, exists, select
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import BlobId, PrefixHash
 from kvkeep.store.schema import in_pieces, node
+from kvkeep.store.typed import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ _FIELDS = (
     node.c.namespace_id,
     node.c.used,
 )
+_TYPES = (bytes, bytes, bytes, bytes, int, int, bytes, int, int, int, int, float)
 # Statements are built once: building one costs as much as running it.
 _BY_KEYS = select(*_FIELDS).where(node.c.key.in_(bindparam("keys", expanding=True)))
 _BELOW = (
@@ -125,4 +127,4 @@ def every(connection: Connection) -> Iterable[Node]:
 
 
 def _node(row: Sequence[Any]) -> Node:
-    return Node(*row)
+    return Node(*typed(row, _TYPES, "node"))

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvkeep.store.repository import Repository, valid_capacity
+from kvkeep.store.repository import Repository
+from kvkeep.store.space import valid_capacity
 
 _open: dict[Path, tuple[Repository, int]] = {}
 # Kept, because forgetting one would close its lock's file.

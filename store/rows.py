@@ -1,12 +1,13 @@
 """What rows of `node`, `window` and `checkpoint` have in common: a namespace, a blob, sizes and recency."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy import Connection, Table, bindparam, delete, insert, select, update
 
+from kvkeep.store import checkpoints, nodes, windows
 from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
 from kvkeep.store.entry import Entry
 from kvkeep.store.hashing import BlobId
@@ -27,7 +28,9 @@ _TABLE_OF: dict[type, Table] = {
 }
 
 _TOUCH = {
-    table.name: update(table).where(table.c.id == bindparam("row")).values(used=bindparam("now"), hits=table.c.hits + 1)
+    table.name: update(table)
+    .where(table.c.id == bindparam("row"))
+    .values(used=bindparam("now"), hits=table.c.hits + bindparam("hit"))
     for table in TABLES
 }
 
@@ -70,9 +73,9 @@ def remove(connection: Connection, entries: Sequence[Entry]) -> None:
             connection.execute(delete(table).where(table.c.id.in_(piece)))
 
 
-def touch(connection: Connection, table: Table, ids: Iterable[int], now: float) -> None:
-    """Refresh recency and count a hit. Ids that are gone are passed over."""
-    rows = [{"row": row, "now": now} for row in ids]
+def touch(connection: Connection, table: Table, used: Mapping[int, bool], now: float) -> None:
+    """Refresh recency, and count a hit for the ids with True. Ids that are gone are passed over."""
+    rows = [{"row": row, "now": now, "hit": int(hit)} for row, hit in used.items()]
     if rows:
         connection.execute(_TOUCH[table.name], rows)
 
@@ -97,3 +100,19 @@ def named(connection: Connection, blobs: Sequence[BlobId]) -> set[BlobId]:
 def all_named(connection: Connection) -> set[BlobId]:
     """Every blob that some row names."""
     return {BlobId(name) for table in TABLES for (name,) in connection.execute(select(table.c.blob))}
+
+
+def stored_sizes(connection: Connection) -> dict[BlobId, int]:
+    """Every blob that some row names, with the bytes of its value."""
+    return {
+        BlobId(name): int(size)
+        for table in TABLES
+        for name, size in connection.execute(select(table.c.blob, table.c.stored_bytes))
+    }
+
+
+def every(connection: Connection) -> Iterator[Entry]:
+    """Every entry."""
+    yield from nodes.every(connection)
+    yield from windows.every(connection)
+    yield from checkpoints.every(connection)

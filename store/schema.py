@@ -19,7 +19,7 @@ from sqlalchemy import (
 
 # The revision that these tables belong to. Alembic revisions are named after the release that brought them. Written
 # here too, so that opening an up-to-date root needn't import alembic; a test compares the two.
-REVISION = "0.2.0"
+REVISION = "0.3.0"
 
 # SQLite allows 32,766 variables in one statement; longer lists are asked for in pieces of this.
 MANY = 10_000
@@ -27,10 +27,10 @@ MANY = 10_000
 _T = TypeVar("_T")
 
 
-def in_pieces(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """A long list in pieces that SQLite takes in one statement."""
-    for first in range(0, len(items), MANY):
-        yield items[first : first + MANY]
+def in_pieces(items: Sequence[_T], length: int = MANY) -> Iterator[Sequence[_T]]:
+    """A long list in pieces, by default of a length that SQLite takes in one statement."""
+    for first in range(0, len(items), length):
+        yield items[first : first + length]
 
 
 metadata = MetaData(
@@ -136,6 +136,17 @@ checkpoint = Table(
     Index(None, "used"),
     Index(None, "blob"),
     Index(None, "namespace_id"),
+)
+
+pin = Table(
+    "pin",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("namespace_id", ForeignKey("namespace.id"), nullable=False),
+    Column("tokens", LargeBinary, nullable=False, comment="the prefix, int32 little-endian"),
+    Column("created", REAL, nullable=False),
+    Index(None, "namespace_id"),
+    comment="beginnings of prompts that are never evicted, whether or not they are stored",
 )
 
 file_digest = Table(

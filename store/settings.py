@@ -1,17 +1,26 @@
 """Rows of `setting`: numbers that every process of a root must agree on."""
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, bindparam, select
 from sqlalchemy.dialects.sqlite import insert
 
 from kvkeep.store.schema import setting
 
 CAPACITY_BYTES = "capacity_bytes"
+"""The byte budget that was last asked for."""
 GENERATION = "generation"
+"""Which `blobs-N` counts."""
+RESERVE_BYTES = "reserve_bytes"
+"""Free disk that is left to others."""
+LIFETIME_SECONDS = "lifetime_seconds"
+"""How long an entry is kept that nobody uses; 0 is for ever."""
+
+_FIND = select(setting.c.value).where(setting.c.name == bindparam("wanted"))
 
 
-def get(connection: Connection, name: str, default: int) -> int:
-    found: int | None = connection.execute(select(setting.c.value).where(setting.c.name == name)).scalar()
-    return default if found is None else found
+def find(connection: Connection, name: str) -> int | None:
+    """What was put under this name, or None."""
+    found: int | None = connection.execute(_FIND, {"wanted": name}).scalar()
+    return found if isinstance(found, int) else None
 
 
 def put(connection: Connection, name: str, value: int) -> None:

@@ -13,6 +13,7 @@ from sqlalchemy import Connection, bindparam, select
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import BlobId, PrefixHash
 from kvkeep.store.schema import in_pieces, window
+from kvkeep.store.typed import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ _FIELDS = (
     window.c.namespace_id,
     window.c.used,
 )
+_TYPES = (bytes, bytes, bytes, int, int, bytes, int, int, int, int, float)
 _BY_KEYS = select(*_FIELDS).where(window.c.key.in_(bindparam("keys", expanding=True)))
 _SLOTS = select(*_FIELDS).where(window.c.anchor.in_(bindparam("anchors", expanding=True)))
 _OLDEST = select(*_FIELDS).order_by(window.c.used, window.c.start.desc()).limit(bindparam("count"))
@@ -97,4 +99,4 @@ def every(connection: Connection) -> Iterable[Window]:
 
 
 def _window(row: Sequence[Any]) -> Window:
-    return Window(*row)
+    return Window(*typed(row, _TYPES, "window"))

@@ -36,7 +36,7 @@ def nothing_there(path: Path) -> str:
 
 
 def _holds_a_store(path: Path) -> bool:
-    from kvkeep.store.repository import INDEX_FILE
+    from kvkeep.store.opening import INDEX_FILE
 
     try:
         if path.exists() and not path.is_dir():

@@ -15,7 +15,7 @@ from kvkeep.cache.match import Match, Reason
 from kvkeep.cache.paths import resolve_root
 from kvkeep.cache.report import Stats
 from kvkeep.store.errors import UsageError
-from kvkeep.store.repository import DEFAULT_CAPACITY, valid_capacity
+from kvkeep.store.space import DEFAULT_CAPACITY, valid_capacity
 
 
 def attach(

@@ -24,7 +24,8 @@ from kvkeep.cache.writer import Job, Writer
 from kvkeep.store.errors import StoreLocked
 from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.registry import close_root, open_root
-from kvkeep.store.repository import DefaultCapacity, Repository
+from kvkeep.store.repository import Repository
+from kvkeep.store.space import DefaultCapacity
 
 # How long a close waits for the model's hash: a first run of a large model should leave something behind, but nobody
 # waits minutes for a window to close.

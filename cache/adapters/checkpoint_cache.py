@@ -28,7 +28,7 @@ from kvkeep.cache.state import Form, parse, partial_of
 from kvkeep.store.errors import KvkeepError, StoreClosed, UsageError
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import digests_at
-from kvkeep.store.repository import DEFAULT_CAPACITY
+from kvkeep.store.space import DEFAULT_CAPACITY
 
 _LOG = logging.getLogger("kvkeep")
 

@@ -16,7 +16,7 @@ from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.state import Form
 from kvkeep.store.errors import KvkeepError, UsageError
 from kvkeep.store.hashing import Fingerprint
-from kvkeep.store.repository import DEFAULT_CAPACITY
+from kvkeep.store.space import DEFAULT_CAPACITY
 
 
 class PersistentLlamaCache(Attachment, BaseLlamaCache):

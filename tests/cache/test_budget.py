@@ -20,7 +20,8 @@ from kvkeep.store.frame import Kind
 from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.nodes import Node
 from kvkeep.store.registry import close_root, open_root
-from kvkeep.store.repository import NewEntry, Repository
+from kvkeep.store.repository import Repository
+from kvkeep.store.writing import NewEntry
 
 MB = 1 << 20
 

@@ -11,7 +11,8 @@ from kvkeep.cache.match import Step
 from kvkeep.store import nodes
 from kvkeep.store.hashing import PrefixHash, chain
 from kvkeep.store.nodes import Node
-from kvkeep.store.repository import NewEntry, Repository
+from kvkeep.store.repository import Repository
+from kvkeep.store.writing import NewEntry
 
 B = 4
 

@@ -149,6 +149,7 @@ def test_home_folder_with_a_percent_sign_is_no_template(tmp_path: Path) -> None:
 def as_it_was_in_0_1_0(path: Path) -> None:
     """Take the index back to the schema of 0.1.0; what the entries say was the same then."""
     with closing(sqlite3.connect(path / "index.sqlite3")) as connection, connection:
+        connection.execute("DROP TABLE pin")
         connection.execute("DROP TABLE window")
         connection.execute("DROP INDEX ix_checkpoint_anchor_path")
         connection.execute("CREATE INDEX ix_checkpoint_anchor ON checkpoint (anchor)")

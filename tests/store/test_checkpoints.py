@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from kvkeep.store import checkpoints
 from kvkeep.store.check import check
 from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
-from kvkeep.store.errors import StoreError
+from kvkeep.store.errors import DamagedFile
 from kvkeep.store.frame import Kind
 from kvkeep.store.hashing import PrefixHash
-from kvkeep.store.repository import NewEntry, Repository
+from kvkeep.store.repository import Repository
+from kvkeep.store.writing import NewEntry
 
 
 def stored(repository: Repository) -> list[Checkpoint]:
@@ -68,7 +69,7 @@ def test_another_sequence_finds_nothing(repository: Repository) -> None:
 def test_the_same_checkpoint_twice_is_refused_and_nothing_is_lost(repository: Repository) -> None:
     entry = opaque([1, 2])
     store(repository, [entry])
-    with pytest.raises(StoreError, match="UNIQUE"):
+    with pytest.raises(DamagedFile, match="UNIQUE"):
         store(repository, [entry])
     assert len(stored(repository)) == 1
 

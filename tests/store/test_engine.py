@@ -13,8 +13,8 @@ from sqlalchemy import exc, text
 from kvkeep.store import engine
 from kvkeep.store.engine import Index, translated
 from kvkeep.store.errors import (
+    DamagedFile,
     DiskFull,
-    IntegrityError,
     KvkeepError,
     MigrationFailed,
     NotARoot,
@@ -82,7 +82,7 @@ def test_a_failed_statement_rolls_everything_back(index: Index) -> None:
             connection.execute(text("INSERT INTO setting VALUES ('b', 1)"))
             connection.execute(text("INSERT INTO setting VALUES ('a', 1)"))
 
-    with pytest.raises(StoreError, match="UNIQUE"):
+    with pytest.raises(DamagedFile, match="UNIQUE"):
         fail()
     assert names(index) == ["a"]
 
@@ -145,7 +145,7 @@ def test_waiting_writer_gets_its_turn(index: Index, tmp_path: Path) -> None:
 def test_garbage_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "index.sqlite3").write_bytes(b"no database at all, but long enough to look like one" * 100)
     index = Index(tmp_path / "index.sqlite3")
-    with pytest.raises(IntegrityError, match="not a database"):
+    with pytest.raises(DamagedFile, match="not a database"):
         index.revision()
     index.close()
 
@@ -154,7 +154,7 @@ def test_root_with_a_garbage_index_is_refused_and_can_be_opened_once_it_is_gone(
     (tmp_path / "root").mkdir()
     garbage = tmp_path / "root" / "index.sqlite3"
     garbage.write_bytes(b"no database at all, but long enough to look like one" * 100)
-    with pytest.raises(IntegrityError):
+    with pytest.raises(DamagedFile):
         open_root(tmp_path / "root")
     garbage.unlink()
     close_root(open_root(tmp_path / "root"))
@@ -169,7 +169,7 @@ def test_truncated_database_is_an_integrity_error(tmp_path: Path) -> None:
     with open(tmp_path / "index.sqlite3", "r+b") as file:
         file.truncate(8192)
     index = Index(tmp_path / "index.sqlite3")
-    with pytest.raises(IntegrityError):
+    with pytest.raises(DamagedFile):
         names(index)
     index.close()
 
@@ -234,7 +234,7 @@ def test_failed_migration_says_so_and_keeps_what_was_there(index: Index, monkeyp
         ("auto_vacuum", 2),
         ("journal_mode", "wal"),
         ("foreign_keys", 1),
-        ("synchronous", 1),
+        ("synchronous", 2),
         ("busy_timeout", 5000),
     ],
 )
@@ -279,8 +279,8 @@ def test_path_with_odd_characters_is_only_a_path(tmp_path: Path) -> None:
         ("database is locked", StoreLocked),
         ("database or disk is full", DiskFull),
         ("disk I/O error", DiskFull),
-        ("file is not a database", IntegrityError),
-        ("database disk image is malformed", IntegrityError),
+        ("file is not a database", DamagedFile),
+        ("database disk image is malformed", DamagedFile),
         ("attempt to write a readonly database", NotARoot),
         ("unable to open database file", NotARoot),
         ("something that nobody has heard of", StoreError),

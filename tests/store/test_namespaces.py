@@ -5,7 +5,8 @@ from entries import FINGERPRINT, OTHER_FINGERPRINT, ROOT, add_namespace, block, 
 
 from kvkeep.store import namespaces, rows
 from kvkeep.store.hashing import PrefixHash
-from kvkeep.store.repository import NewEntry, Repository
+from kvkeep.store.repository import Repository
+from kvkeep.store.writing import NewEntry
 
 BLOCKS = chain_of([1, 2, 3, 4], [5, 6, 7, 8])
 OTHER_ROOT = PrefixHash(OTHER_FINGERPRINT)

@@ -11,7 +11,8 @@ from sqlalchemy import text
 from kvkeep.store import nodes
 from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.nodes import Node
-from kvkeep.store.repository import NewEntry, Repository
+from kvkeep.store.repository import Repository
+from kvkeep.store.writing import NewEntry
 
 
 def all_nodes(repository: Repository) -> list[Node]:

@@ -11,8 +11,9 @@ from entries import block, store
 
 from kvkeep.store.errors import NotARoot, StoreClosed, StoreLocked, TooNew, UsageError
 from kvkeep.store.locks import exclusive
+from kvkeep.store.opening import ROOT_LOCK
 from kvkeep.store.registry import close_root, open_root
-from kvkeep.store.repository import ROOT_LOCK, Repository
+from kvkeep.store.repository import Repository
 
 
 def is_open(repository: Repository) -> bool:

@@ -20,9 +20,12 @@ from kvkeep.store.entry import Entry
 from kvkeep.store.errors import MapFull, StoreClosed, StoreLocked, UsageError
 from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.locks import exclusive
+from kvkeep.store.opening import WRITER_LOCK
 from kvkeep.store.registry import close_root, open_root
-from kvkeep.store.repository import DEFAULT_CAPACITY, MIN_CAPACITY, WRITER_LOCK, NewEntry, Repository, valid_capacity
+from kvkeep.store.repository import Repository
+from kvkeep.store.space import DEFAULT_CAPACITY, MIN_CAPACITY, valid_capacity
 from kvkeep.store.verify import verified
+from kvkeep.store.writing import NewEntry
 
 
 class Killed(BaseException):

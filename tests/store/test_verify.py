@@ -13,9 +13,9 @@ from kvkeep.store.errors import BadFrame, HashMismatch, IntegrityError, MissingB
 from kvkeep.store.frame import Kind
 from kvkeep.store.hashing import PrefixHash, blob_id
 from kvkeep.store.nodes import NewNode, Node
-from kvkeep.store.repository import NewEntry
 from kvkeep.store.verify import is_sound, verified
 from kvkeep.store.windows import NewWindow, Window
+from kvkeep.store.writing import NewEntry
 
 PAYLOAD = noise(300)
 BLOCK = block([1, 2, 3, 4], payload=PAYLOAD)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvkeep.store import windows
 from kvkeep.store.check import Trouble, check
 from kvkeep.store.engine import Connection
-from kvkeep.store.errors import StoreError
+from kvkeep.store.errors import DamagedFile
 from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.repository import Repository
 from kvkeep.store.windows import NewWindow, Window
@@ -85,7 +85,7 @@ def test_use_counts_and_refreshes(repository: Repository) -> None:
 
 def test_the_same_row_twice_is_refused_and_nothing_is_lost(repository: Repository) -> None:
     store(repository, [windowed([1, 2])])
-    with pytest.raises(StoreError, match="UNIQUE"):
+    with pytest.raises(DamagedFile, match="UNIQUE"):
         store(repository, [windowed([1, 2], skip=1)])
     assert len(stored(repository)) == 1
     with repository.writing() as writing:

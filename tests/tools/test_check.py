@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvkeep.store.check import Trouble
+from kvkeep.store.errors import DamagedFile
 from kvkeep.store.hashing import BlobId
 from kvkeep.store.registry import close_root, open_root
 from kvkeep.tools.check import _MEANINGS
@@ -111,12 +112,12 @@ def test_a_folder_that_does_not_exist_is_not_created(kvkeep: Kvkeep, tmp_path: P
     assert not path.exists()
 
 
-def test_a_file_in_place_of_the_index_exits_with_30(kvkeep: Kvkeep, tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_index_exits_with_34(kvkeep: Kvkeep, tmp_path: Path) -> None:
     path = tmp_path / "root"
     path.mkdir()
     (path / "index.sqlite3").write_bytes(b"certainly no database at all" * 100)
     result = kvkeep("check", "--path", path)
-    assert result.exit_code == 30
+    assert result.exit_code == DamagedFile.exit_code == 34
     assert result.output.startswith("kvkeep: ")
 
 

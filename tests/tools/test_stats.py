@@ -11,8 +11,8 @@ import llamas
 from restart import run_child
 
 from kvkeep.cache import attach
-from kvkeep.store.repository import DEFAULT_CAPACITY
 from kvkeep.store.schema import REVISION
+from kvkeep.store.space import DEFAULT_CAPACITY
 
 Kvkeep = Callable[..., Any]
 

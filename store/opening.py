@@ -1,0 +1,234 @@
+"""Opening a root: who comes alone brings it in order first.
+
+Every process that has a root open shares its lock. Whoever gets that lock alone knows that nobody else looks: it may
+migrate the schema, delete what killed processes have left, and mend what is damaged. Whoever comes later just opens.
+"""
+
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvkeep.store import generations, recovery, settings
+from kvkeep.store.blobs import DATA_FILE, BlobStore
+from kvkeep.store.engine import Index
+from kvkeep.store.errors import CapacityError, DamagedFile, StoreError, StoreLocked
+from kvkeep.store.locks import SharedLock, exclusive
+from kvkeep.store.marker import Ending, Marker
+from kvkeep.store.pages import examine
+from kvkeep.store.space import DEFAULT_CAPACITY, MAX_CAPACITY, MIN_CAPACITY, Space
+from kvkeep.store.steps import Step, reached
+from kvkeep.store.writing import Writing
+
+INDEX_FILE = "index.sqlite3"
+ROOT_LOCK = "lock"
+WRITER_LOCK = "writer.lock"
+
+# How long an open waits for another process that has the root alone.
+OPEN_SECONDS = 10.0
+# How often an open begins anew because somebody else got between two of its locks.
+_TRIES = 5
+
+
+@dataclass(slots=True)
+class Parts:
+    """An open root's parts.
+
+    Attributes:
+        index, blobs: its two databases.
+        generation: which blobs they are.
+        recovered: what was damaged and is mended now, in sentences for people.
+    """
+
+    index: Index
+    blobs: BlobStore
+    generation: int
+    recovered: list[str] = field(default_factory=list)
+
+
+def open_parts(root: Path, lock: SharedLock, capacity_bytes: int | None) -> Parts:
+    """Open a root. On return its lock is shared.
+
+    Args:
+        root: an existing folder.
+        lock: its lock, not held.
+        capacity_bytes: the budget, if somebody asks for one.
+
+    Raises:
+        KvkeepError: it can't be opened; nothing is held.
+    """
+    for _ in range(_TRIES):
+        with ExitStack() as undo:
+            undo.callback(lock.release)
+            opening = _Opening(root, lock, capacity_bytes, undo)
+            parts = opening.run()
+            if parts is not None:
+                undo.pop_all()
+                return parts
+    raise StoreLocked(f"{root} is taken by other processes again and again")
+
+
+class _Opening:
+    """One attempt."""
+
+    def __init__(self, root: Path, lock: SharedLock, capacity_bytes: int | None, undo: ExitStack) -> None:
+        self._root = root
+        self._lock = lock
+        self._wanted = capacity_bytes
+        self._undo = undo
+        self._recovered: list[str] = []
+        self._marker = Marker(root)
+        self._path = root / INDEX_FILE
+
+    def run(self) -> Parts | None:
+        """The parts, or None if somebody got in between."""
+        alone = self._lock.try_exclude()
+        if not alone:
+            self._lock.share(OPEN_SECONDS)
+            if not self._is_current():
+                # Alone it is, then: as soon as the others are gone.
+                self._lock.exclude(OPEN_SECONDS)
+                alone = True
+        parts = self._alone() if alone else self._beside_others()
+        with suppress(OSError):
+            # Without it nothing is lost but a look, should this process be killed.
+            self._marker.set()
+        return self._shared(parts) if alone else parts
+
+    def _is_current(self) -> bool:
+        index = Index(self._path)
+        try:
+            return index.is_current()
+        finally:
+            index.close()
+
+    def _beside_others(self) -> Parts:
+        index = self._kept(Index(self._path))
+        self._take_budget(index)
+        with index.read() as connection:
+            generation = generations.current(connection, self._root)
+        return Parts(index, self._kept_blobs(index, generation, alone=False), generation)
+
+    def _alone(self) -> Parts:
+        ending = self._marker.read()
+        index = self._kept(self._sound_index(ending))
+        recovery.remove_set_aside(self._path)
+        self._take_budget(index)
+        with index.read() as connection:
+            generation = generations.current(connection, self._root)
+        generations.remove_leftovers(self._root, generation)
+        generation, blobs = self._sound_blobs(index, generation, ending)
+        if ending is not Ending.CLEAN or self._recovered:
+            self._compare(index, blobs)
+        self._marker.clear()
+        return Parts(index, blobs, generation, self._recovered)
+
+    def _shared(self, parts: Parts) -> Parts | None:
+        """The same parts under a shared lock, unless somebody has changed them between the two."""
+        try:
+            opened_file = self._path.stat().st_ino
+            self._lock.downgrade()
+            unchanged = self._path.stat().st_ino == opened_file and parts.index.is_current()
+            with parts.index.read() as connection:
+                unchanged = unchanged and generations.current(connection, self._root) == parts.generation
+        except (OSError, StoreLocked):
+            return None
+        return parts if unchanged else None
+
+    # -- the index ------------------------------------------------------------------------------------------------
+
+    def _sound_index(self, ending: Ending) -> Index:
+        """The index with this version's schema, rebuilt if it is damaged."""
+        index = Index(self._path)
+        try:
+            complaint = self._complaint(index, ending)
+            if complaint is None:
+                self._migrate(index)
+                return index
+        except BaseException:
+            index.close()
+            raise
+        index.close()
+        if not generations.present(self._root):
+            raise DamagedFile(f"{self._path} is no index of kvkeep: {complaint}")
+        self._recovered.append(f"{self._path} was damaged and is rebuilt from what can be read of it: {complaint}")
+        return recovery.rebuilt_index(self._path, index.space)
+
+    def _complaint(self, index: Index, ending: Ending) -> str | None:
+        try:
+            if not index.is_current():
+                # Before it is migrated, because that reads all of it.
+                return index.complaint()
+            if ending is Ending.DAMAGED:
+                if (found := index.complaint()) is not None:
+                    return found
+                if (count := recovery.mend(index)) > 0:
+                    self._recovered.append(f"{count} rows of {self._path} were damaged and are removed")
+            with index.read() as connection:
+                generations.current(connection, self._root)
+        except DamagedFile as error:
+            return str(error)
+        return None
+
+    def _migrate(self, index: Index) -> None:
+        if not index.is_current():
+            reached(Step.MIGRATE_LOCKED)
+            index.upgrade()
+
+    def _take_budget(self, index: Index) -> None:
+        """Divide the budget that was asked for, or the one that is remembered."""
+        with index.read() as connection:
+            known = settings.find(connection, settings.CAPACITY_BYTES)
+        if known is None or not MIN_CAPACITY <= known <= MAX_CAPACITY:
+            # None, or a damaged one.
+            known = DEFAULT_CAPACITY
+        index.resize(Space(known if self._wanted is None else self._wanted))
+
+    # -- the blobs ------------------------------------------------------------------------------------------------
+
+    def _sound_blobs(self, index: Index, generation: int, ending: Ending) -> tuple[int, BlobStore]:
+        """The blobs, or an empty new generation if LMDB's own pages are damaged: it may end the process on them."""
+        folder = generations.folder(self._root, generation)
+        complaint = examine(folder / DATA_FILE, deep=ending is not Ending.CLEAN)
+        if complaint is None:
+            try:
+                return generation, self._kept_blobs(index, generation, alone=True)
+            except DamagedFile as error:
+                complaint = str(error)
+        self._recovered.append(f"the blobs in {folder} were damaged and are given up: {complaint}")
+        generation = recovery.give_up_blobs(index, self._root, generation)
+        return generation, self._kept_blobs(index, generation, alone=True)
+
+    def _kept_blobs(self, index: Index, generation: int, *, alone: bool) -> BlobStore:
+        folder, map_bytes = generations.folder(self._root, generation), index.space.map_bytes
+        if alone or not BlobStore.is_too_short(folder, map_bytes):
+            blobs = BlobStore(folder, map_bytes)
+        else:
+            # Under the lock, because extending a file that somebody else extends further would cut it.
+            with exclusive(self._root / WRITER_LOCK, OPEN_SECONDS):
+                blobs = BlobStore(folder, map_bytes)
+        self._undo.callback(blobs.close)
+        return blobs
+
+    def _compare(self, index: Index, blobs: BlobStore) -> None:
+        """Remove what a killed process has left half done: blobs without rows, and rows without blobs."""
+        writing = Writing(self._root, index, blobs)
+        # Where there is no room for it, reading must still be possible.
+        with suppress(CapacityError):
+            writing.remove_dangling()
+            writing.sweep()
+
+    def _kept(self, index: Index) -> Index:
+        self._undo.callback(index.close)
+        return index
+
+
+def open_generation(root: Path, index: Index, generation: int) -> BlobStore:
+    """The blobs of another generation than the one that was opened, because somebody has compacted the root.
+
+    Raises:
+        StoreError: it is gone already, because there is a still newer one.
+    """
+    folder = generations.folder(root, generation)
+    if not (folder / DATA_FILE).exists():
+        raise StoreError(f"{folder} is gone")
+    return BlobStore(folder, index.space.map_bytes)
