@@ -17,6 +17,9 @@ class Ledger:
         self._length = 0
         self.proven = True
         """False if the positions came from somebody else's saved state: fit to go on from, not to be saved."""
+        self.private = False
+        """What is decoded from now on must never be saved."""
+        self._private_from: int | None = None
 
     def __len__(self) -> int:
         return self._length
@@ -26,17 +29,25 @@ class Ledger:
         """The known tokens. A view: copy it to keep it."""
         return self._tokens[: self._length]
 
+    @property
+    def is_private(self) -> bool:
+        """Whether any position holds something that must never be saved."""
+        return self._private_from is not None
+
     def set(self, tokens: npt.NDArray[np.int32] | Sequence[int], *, proven: bool) -> None:
         """The context holds exactly these tokens now."""
         self._length = len(tokens)
         self._tokens[: self._length] = tokens
         self.proven = proven
+        self._private_from = None
 
     def cut(self, length: int) -> None:
         """Positions from `length` on are gone. An empty ledger is proven again: nothing is left to doubt."""
         self._length = min(self._length, length)
         if self._length == 0:
             self.proven = True
+        if self._private_from is not None and self._length <= self._private_from:
+            self._private_from = None
 
     def extend(self, at: int, tokens: npt.NDArray[np.int32] | Sequence[int]) -> None:
         """`tokens` were decoded at position `at`. Behind a gap they stay unknown, as the gap is."""
@@ -45,6 +56,8 @@ class Ledger:
             return
         self._tokens[at : at + len(tokens)] = tokens
         self._length = at + len(tokens)
+        if self.private and self._private_from is None:
+            self._private_from = at
 
     def common(self, tokens: npt.NDArray[np.int32], at_most: int) -> int:
         """How many of the first `at_most` positions hold the first of `tokens`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.cache import budget, restore_point, upkeep
+from kvkeep.cache import budget, pinned, restore_point, upkeep
 from kvkeep.cache.batches import Saved
 from kvkeep.cache.eviction import key_of
 from kvkeep.cache.layout import Bytes
@@ -18,7 +18,7 @@ from kvkeep.cache.restore import Restored, assemble
 from kvkeep.cache.restore_point import Prompt
 from kvkeep.cache.save import Saver
 from kvkeep.cache.state import Form
-from kvkeep.store import namespaces, rows
+from kvkeep.store import namespaces, pins, rows
 from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import UsageError
@@ -27,6 +27,7 @@ from kvkeep.store.hashing import BlobId, Fingerprint, PrefixHash, chain
 from kvkeep.store.namespaces import Namespace
 from kvkeep.store.nodes import Node
 from kvkeep.store.repository import Repository
+from kvkeep.store.writing import Writing
 
 # Tokens of a block. With whole tails rewritten, turns of 40 tokens wrote 1.8 times the stored bytes at 64, 2.6 at 128
 # and 4.0 at 256; below 64, rows and LMDB's pages begin to show.
@@ -220,9 +221,7 @@ class PrefixCache:
             upkeep.settle(self.repository)
         with self.repository.writing() as writing:
             budget.expire(writing)
-            with writing.index.write() as connection:
-                who = self.identity
-                space = namespaces.add(connection, who.fingerprint, who.label, who.ingredients, self._block_tokens)
+            space = self._space(writing)
             data = token_bytes(tokens)
             prompt = self._prompt(data, space.block_tokens)
             saver = Saver(writing, space, self.identity, prompt, seq_id, pause)
@@ -250,6 +249,34 @@ class PrefixCache:
             writing.remove(entries)
         return len(entries)
 
+    def pin(self, tokens: Tokens) -> bool:
+        """Keep what is stored of a prefix, now and later; see `kvkeep.cache.pinned.pin`. False if it is pinned already."""
+        with self.repository.writing() as writing:
+            return pinned.pin(writing, self._space(writing), token_bytes(tokens))
+
+    def unpin(self, tokens: Tokens) -> bool:
+        """End a pin. False if this prefix isn't pinned."""
+        with self.repository.writing() as writing:
+            return pinned.unpin(writing, self._space(writing), token_bytes(tokens))
+
+    def clear(self, model: str | None = None) -> int:
+        """Remove everything that is stored of this model, pins included. Returns how many entries were removed.
+
+        Args:
+            model: the label of another one, or the beginning of its fingerprint.
+
+        Raises:
+            UsageError: there is no such model.
+        """
+        with self.repository.writing() as writing:
+            return clear(writing, self.identity.fingerprint.hex() if model is None else model, missing_ok=model is None)
+
+    def _space(self, writing: Writing) -> Namespace:
+        """The namespace, created if missing."""
+        who = self.identity
+        with writing.index.write() as connection:
+            return namespaces.add(connection, who.fingerprint, who.label, who.ingredients, self._block_tokens)
+
     def measured(self, prefill_rate: float | None, restore_rate: float | None) -> None:
         """Remember measured speeds for the next process; see `kvkeep.cache.break_even`."""
         space = self.namespace
@@ -257,6 +284,29 @@ class PrefixCache:
             return
         with self.repository.writing() as writing, writing.index.write() as connection:
             namespaces.measured(connection, space, prefill_rate, restore_rate)
+
+
+def clear(writing: Writing, model: str, *, missing_ok: bool = False) -> int:
+    """Remove everything that is stored of a model, pins included. Returns how many entries were removed.
+
+    Args:
+        writing: the right to write.
+        model: its label, or the beginning of its fingerprint.
+        missing_ok: nothing stored of it is no error.
+
+    Raises:
+        UsageError: there is no such model.
+    """
+    with writing.index.read() as connection:
+        spaces = namespaces.named(connection, model)
+        found = [entry for space in spaces for entry in rows.of(connection, space.id)]
+        kept = [pin for space in spaces for pin in pins.of(connection, space.id)]
+    if not spaces and not missing_ok:
+        raise UsageError(f"no model is called {model!r}, and no fingerprint begins so; kvkeep stats lists them")
+    with writing.index.write() as connection:
+        pins.remove(connection, kept)
+    writing.remove(found)
+    return len(found)
 
 
 def _nothing(n_tokens: int, in_common: int) -> Match:

@@ -113,6 +113,14 @@ def every(connection: Connection) -> list[Namespace]:
     return [_namespace(row) for row in connection.execute(select(namespace).order_by(namespace.c.used.desc())).mappings()]
 
 
+def named(connection: Connection, text: str) -> list[Namespace]:
+    """Namespaces whose label is `text`, or whose fingerprint begins with it, in hexadecimal digits."""
+    wanted = text.lower()
+    return [
+        space for space in every(connection) if space.label == text or (wanted and space.fingerprint.hex().startswith(wanted))
+    ]
+
+
 def usage(connection: Connection) -> list[Usage]:
     """What every namespace holds, most recently used first."""
     rows = connection.execute(select(namespace).order_by(namespace.c.used.desc())).mappings()

@@ -88,15 +88,19 @@ class Repository:
 
     def agree_on_capacity(self, wanted: int | None) -> None:
         """Remember a budget for the next open. The last explicit wish wins."""
-        self.agree_on(settings.CAPACITY_BYTES, wanted, DEFAULT_CAPACITY)
+        known = self._remembered(settings.CAPACITY_BYTES)
+        if wanted is not None and wanted != (DEFAULT_CAPACITY if known is None else known):
+            self.agree_on(settings.CAPACITY_BYTES, wanted)
 
-    def agree_on(self, name: str, wanted: int | None, default: int) -> None:
-        """Remember a number that all processes agree on. None is no wish."""
-        with self.rows() as connection:
-            known = settings.find(connection, name)
-        if wanted is not None and wanted != (default if known is None else known):
+    def agree_on(self, name: str, wanted: int | None) -> None:
+        """Remember a setting that all processes agree on. None is no wish."""
+        if wanted is not None and wanted != self._remembered(name):
             with self._in_use(), self.index.write() as connection:
                 settings.put(connection, name, wanted)
+
+    def _remembered(self, name: str) -> int | None:
+        with self.rows() as connection:
+            return settings.find(connection, name)
 
     @contextmanager
     def _in_use(self) -> Iterator[None]:
@@ -107,12 +111,16 @@ class Repository:
         try:
             yield
         except DamagedFile as error:
-            self._marker.report(str(error))
+            self.report_damage(str(error))
             raise
         finally:
             with self._left:
                 self._users -= 1
                 self._left.notify_all()
+
+    def report_damage(self, sentence: str) -> None:
+        """Damage of a file itself was met: whoever opens the root alone next looks at everything, and mends it."""
+        self._marker.report(sentence)
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:

@@ -111,6 +111,11 @@ def stored_sizes(connection: Connection) -> dict[BlobId, int]:
     }
 
 
+def of(connection: Connection, namespace_id: int) -> list[Entry]:
+    """Every entry of a namespace."""
+    return [entry for entry in every(connection) if entry.namespace_id == namespace_id]
+
+
 def every(connection: Connection) -> Iterator[Entry]:
     """Every entry."""
     yield from nodes.every(connection)

@@ -2,12 +2,16 @@
 
 import inspect
 import os
-from collections.abc import Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from kvkeep.cache.adapters.backing import Wishes
 from kvkeep.cache.adapters.ending import Ending
 from kvkeep.cache.adapters.session import Session
 from kvkeep.cache.adapters.wrapping import Wrapping
@@ -15,7 +19,7 @@ from kvkeep.cache.match import Match, Reason
 from kvkeep.cache.paths import resolve_root
 from kvkeep.cache.report import Stats
 from kvkeep.store.errors import UsageError
-from kvkeep.store.space import DEFAULT_CAPACITY, valid_capacity
+from kvkeep.store.space import DEFAULT_CAPACITY
 
 
 def attach(
@@ -23,6 +27,8 @@ def attach(
     path: str | os.PathLike[str] | None = None,
     *,
     capacity_bytes: int = DEFAULT_CAPACITY,
+    reserve_bytes: int | None = None,
+    lifetime: timedelta | None = None,
     break_even: bool = True,
     identity: str = "",
 ) -> "Attached":
@@ -31,7 +37,10 @@ def attach(
     Args:
         llm: a `llama_cpp.Llama`. Use it from one thread at a time, as llama-cpp-python demands.
         path: the cache folder; by default `KVKEEP_PATH`, or the user's cache folder.
-        capacity_bytes: byte budget of the folder, for all models together. At least 16 MiB.
+        capacity_bytes: byte budget of the folder, for all models together. At least 16 MiB. The folder remembers it, as it
+            does the next two; the last one who names them wins. A smaller one holds from the next open on.
+        reserve_bytes: free disk that is left to others; by default the smaller of 5 % of the disk and 10 GiB.
+        lifetime: how long what nobody uses is kept; by default as long as there is room. `timedelta(0)` ends a limit.
         break_even: restore only where that is quicker than decoding. False restores whatever can be restored.
         identity: your own word for what changes the model's results and can't be seen from outside, such as adapters
             set through llama.cpp's C API. States are shared only under the same word.
@@ -44,11 +53,12 @@ def attach(
         UsageError: an argument is wrong. A folder that can't be used raises nothing: it is logged, and the model works
             without a cache.
     """
-    return Attached(llm, session_options(llm, path, capacity_bytes, break_even, identity))
+    wishes = Wishes(capacity_bytes, reserve_bytes, lifetime)
+    return Attached(llm, session_options(llm, path, wishes, break_even, identity))
 
 
 def session_options(
-    llm: Any, path: str | os.PathLike[str] | None, capacity_bytes: int, break_even: bool, identity: str
+    llm: Any, path: str | os.PathLike[str] | None, wishes: Wishes, break_even: bool, identity: str
 ) -> dict[str, Any]:
     """Checked arguments of a session, the same for both ways in."""
     if not hasattr(llm, "_ctx") or not hasattr(llm, "generate"):
@@ -58,7 +68,7 @@ def session_options(
     if not isinstance(identity, str):
         raise UsageError(f"identity is a text, not {identity!r}")
     root: Path = resolve_root(path)
-    return {"path": root, "capacity_bytes": valid_capacity(capacity_bytes), "break_even": break_even, "extra": identity}
+    return {"path": root, "wishes": wishes.checked(), "break_even": break_even, "extra": identity}
 
 
 class Attachment:
@@ -83,6 +93,7 @@ class Attachment:
         self._context = Wrapping(
             llm._ctx, {"reset_timings": self._reset_timings} | {name: partial(self._move, name) for name in moves}
         )
+        self._llm_ref: Callable[[], Any] = weakref.ref(llm)
         self._signature = inspect.signature(type(llm).generate)
         self._turn = 0
         self._inside = False
@@ -104,6 +115,66 @@ class Attachment:
     def stats(self) -> Stats:
         """Totals since the cache was attached. A copy."""
         return self._session.reporter.snapshot()
+
+    @contextmanager
+    def no_store(self) -> Iterator[None]:
+        """Nothing that is decoded in a `with` block is ever stored, neither in it nor later.
+
+        What was stored before may still be restored in it. Once the context goes back to where the block began, what
+        follows is stored again.
+        """
+        llm = self._llm_ref()
+        if llm is None:
+            yield
+            return
+        with self._session.no_store(llm):
+            yield
+
+    def pin(self, prompt: str | Sequence[int] | None = None) -> int:
+        """Keep what is stored of a prompt's beginning, now and later, whatever the budget and its lifetime say.
+
+        Args:
+            prompt: tokens, or a text that is tokenized as `create_completion` does it; None is what the context holds.
+
+        Returns:
+            How many tokens are pinned.
+
+        Raises:
+            UsageError: it has no tokens, or the cache isn't usable; `kvkeep stats` or the log says why.
+            TooLarge: all pins together would leave too little for everything else.
+            StoreLocked: another process writes, and doesn't end in time.
+        """
+        tokens = self._tokens_of(prompt)
+        self.flush()
+        self._session.usable_cache().pin(tokens)
+        return len(tokens)
+
+    def unpin(self, prompt: str | Sequence[int] | None = None) -> bool:
+        """End the pin of exactly this prompt; see `pin`. False if it isn't pinned."""
+        return self._session.usable_cache().unpin(self._tokens_of(prompt))
+
+    def clear(self, model: str | None = None) -> int:
+        """Remove everything that is stored of this model, pins included. Returns how many entries were removed.
+
+        The disk gets the bytes back with `kvkeep compact`; until then they are used again for what comes.
+
+        Args:
+            model: the label of another one, or the beginning of its fingerprint, as `kvkeep stats` shows them.
+        """
+        self.flush()
+        removed = self._session.usable_cache().clear(model)
+        self._session.forget_kept()
+        return removed
+
+    def _tokens_of(self, prompt: str | Sequence[int] | None) -> Sequence[int]:
+        if prompt is None:
+            return [int(token) for token in self._session.known_tokens()]
+        if not isinstance(prompt, str):
+            return prompt
+        llm = self._llm_ref()
+        if llm is None:
+            raise UsageError("a text can't be tokenized: the model is gone")
+        return [int(token) for token in llm.tokenize(prompt.encode(), special=True)]
 
     def flush(self, timeout: float | None = None) -> bool:
         """Store everything now. Returns False if `timeout` seconds weren't enough."""

@@ -3,7 +3,11 @@
 No error of opening or identifying passes it: without a store the model works on, and `unavailable` says why.
 """
 
+import math
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +24,62 @@ from kvkeep.cache.prefix_cache import Identity, PrefixCache
 from kvkeep.cache.report import Reporter
 from kvkeep.cache.restore import Restored
 from kvkeep.cache.state import Form
+from kvkeep.cache.upkeep import settle
 from kvkeep.cache.writer import Job, Writer
-from kvkeep.store.errors import StoreLocked
+from kvkeep.store import settings
+from kvkeep.store.errors import DamagedFile, StoreLocked, UsageError
 from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.registry import close_root, open_root
 from kvkeep.store.repository import Repository
-from kvkeep.store.space import DefaultCapacity
+from kvkeep.store.space import DefaultCapacity, valid_capacity, valid_reserve
 
 # How long a close waits for the model's hash: a first run of a large model should leave something behind, but nobody
 # waits minutes for a window to close.
 IDENTIFY_SECONDS = 10.0
+# How long to leave a store alone that couldn't be mended.
+RECOVER_SECONDS = 60.0
 
 Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a root is asked to keep to. It remembers them, and the last one who asks wins.
+
+    Attributes:
+        capacity_bytes: the byte budget; a `DefaultCapacity` is no wish.
+        reserve_bytes: free disk that is left to others; None is no wish.
+        lifetime: how long what nobody uses is kept; zero is for ever, None is no wish.
+    """
+
+    capacity_bytes: int
+    reserve_bytes: int | None = None
+    lifetime: timedelta | None = None
+
+    def checked(self) -> "Wishes":
+        """The same, if it makes sense.
+
+        Raises:
+            UsageError: it doesn't.
+        """
+        if self.lifetime is not None and not isinstance(self.lifetime, timedelta):
+            raise UsageError(f"lifetime is a datetime.timedelta, not {self.lifetime!r}")
+        if self.lifetime is not None and self.lifetime < timedelta(0):
+            raise UsageError(f"lifetime is {self.lifetime}; it can't be negative")
+        reserve = None if self.reserve_bytes is None else valid_reserve(self.reserve_bytes)
+        is_default = isinstance(self.capacity_bytes, DefaultCapacity)
+        return Wishes(self.capacity_bytes if is_default else valid_capacity(self.capacity_bytes), reserve, self.lifetime)
+
+    @property
+    def wanted_capacity(self) -> int | None:
+        """The budget that somebody asks for, if anybody does."""
+        return None if isinstance(self.capacity_bytes, DefaultCapacity) else self.capacity_bytes
+
+    def tell(self, repository: Repository) -> None:
+        """Have the root remember the others."""
+        repository.agree_on(settings.RESERVE_BYTES, self.reserve_bytes)
+        seconds = None if self.lifetime is None else math.ceil(self.lifetime.total_seconds())
+        repository.agree_on(settings.LIFETIME_SECONDS, seconds)
 
 
 class Backing:
@@ -59,28 +107,50 @@ class Backing:
         self.repository: Repository | None = None
         self.unavailable = ""
         self._identification: Identification | None = None
+        self._next_recovery = 0.0
         # Saves wait until it is known whose they are.
         self._writer = Writer(self._job_failed, self._job_dropped, held=True)
 
-    def open(self, llm: Any, path: Path, capacity_bytes: int, extra: str) -> None:
+    def open(self, llm: Any, path: Path, wishes: Wishes, extra: str) -> None:
         """Open the store and begin to identify the model."""
         # A model that was loaded in place of another one should find what that one had.
         wait_for_the_gone()
         try:
-            explicit = None if isinstance(capacity_bytes, DefaultCapacity) else capacity_bytes
-            self.repository = open_root(path, explicit)
+            repository = open_root(path, wishes.wanted_capacity)
+            self.repository = repository
+            self._say_what_was_mended(repository)
+            wishes.tell(repository)
             ingredients = ingredients_of(llm, extra)
             label = label_of(llm)
             self._identification = Identification(
                 ingredients,
-                self.repository,
+                repository,
                 lambda fingerprint: self._identified(fingerprint, label, ingredients.fields),
                 lambda error: self._give_up("identifying the model", error),
             )
-            self.later(self.repository.sweep)
+            self.later(repository.sweep)
+            self.later(lambda: settle(repository))
             self._identification.start()
         except Exception as error:  # noqa: BLE001 - the border: whatever a folder or a file does, the model works without
             self._give_up("opening the cache folder", error)
+
+    def _say_what_was_mended(self, repository: Repository) -> None:
+        for sentence in repository.recovered:
+            self._reporter.once(f"recovered: {sentence}", "%s", sentence)
+
+    def look_after(self, error: BaseException) -> None:
+        """Mend the store, behind, if an error says that a file itself is damaged."""
+        repository = self.repository
+        if isinstance(error, DamagedFile) and repository is not None and not self.unavailable:
+            self.later(lambda: self._recover(repository))
+
+    def _recover(self, repository: Repository) -> None:
+        if time.monotonic() < self._next_recovery:
+            # It was tried a moment ago. Others have the store open, or nothing more can be mended.
+            return
+        self._next_recovery = time.monotonic() + RECOVER_SECONDS
+        repository.recover()
+        self._say_what_was_mended(repository)
 
     def refuse(self, why: str) -> None:
         """There is nothing to keep, for a reason that is no error."""
@@ -158,16 +228,24 @@ class Backing:
             self._reporter.dropped()
         self._failed(error)
         self._reporter.error("storing a state", error)
+        self.look_after(error)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Return when everything that was submitted is stored. False if `timeout` seconds weren't enough."""
         return True if self.unavailable else self._writer.flush(timeout)
 
-    def settle_identity(self) -> None:
-        """Before the end: nothing can be stored as long as the model isn't known, and that isn't waited for forever."""
+    def settle_identity(self, *, give_up: bool = True) -> None:
+        """Nothing can be stored as long as the model isn't known, and that isn't waited for forever.
+
+        Args:
+            give_up: it is the end; else it goes on behind.
+        """
         if self._identification is not None:
             self._identification.wait(IDENTIFY_SECONDS)
-            self._identification.stop()
+            if give_up:
+                self._identification.stop()
+        if not give_up:
+            return
         if self.cache is None:
             self.unavailable = self.unavailable or "the model's file wasn't hashed before the end"
             self._writer.give_up()

@@ -16,7 +16,7 @@ import numpy as np
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from kvkeep.cache.adapters.attach import session_options
-from kvkeep.cache.adapters.backing import Backing
+from kvkeep.cache.adapters.backing import Backing, Wishes
 from kvkeep.cache.adapters.context import ON_DEVICE, PARTIAL_ONLY, Context, LiveContext, memory_of
 from kvkeep.cache.adapters.ending import Ending
 from kvkeep.cache.layout import Bytes
@@ -141,13 +141,13 @@ class HybridCheckpointCache(BaseLlamaCache):
             self._back(llm, path, capacity_bytes, identity)
 
     def _back(self, llm: Any, path: Any, capacity_bytes: int, identity: str) -> None:
-        options = session_options(llm, path, capacity_bytes, break_even=True, identity=identity)
+        options = session_options(llm, path, Wishes(capacity_bytes), break_even=True, identity=identity)
         if _address(llm._ctx.ctx) != _address(self._ctx):
             raise UsageError("ctx isn't the context of llm: its states would be stored as another model's")
         self._llm = weakref.ref(llm)
         self._memory = LiveContext(llm).memory
         self._backing = Backing(self.reporter, self._memory)
-        self._backing.open(llm, options["path"], options["capacity_bytes"], options["extra"])
+        self._backing.open(llm, options["path"], options["wishes"], options["extra"])
         # What waits is stored at the interpreter's end, or when the cache goes.
         self._ending = Ending(self, partial(_close, self._backing))
 

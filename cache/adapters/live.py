@@ -205,18 +205,22 @@ class LiveSequence:
         self.points.cut(0)
         self._ledger.set(llm.input_ids[: llm.n_tokens], proven=proven and complete)
 
+    def set_private(self, private: bool) -> None:
+        """Whether what is decoded from now on must never be saved."""
+        self._ledger.private = private
+
     def known_tokens(self) -> Tokens:
         """The tokens of the context as far as they are known. A view."""
         return self._ledger.tokens
 
     def keepable(self, llm: Any) -> Tokens:
-        """The context's tokens, if every position is known and the memory ends exactly behind the last one; else none.
+        """The context's tokens, if all are known, may be saved, and the memory ends exactly behind them; else none.
 
         A copy.
         """
         self._notice_foreign_decodes()
         n_tokens = llm.n_tokens
-        known = self._ledger.proven and n_tokens > 0 and len(self._ledger) == n_tokens
+        known = self._ledger.proven and n_tokens > 0 and len(self._ledger) == n_tokens and not self._ledger.is_private
         if not known or not np.array_equal(self._ledger.tokens, llm.input_ids[:n_tokens]):
             return NO_TOKENS
         if self.context.pos_max() >= n_tokens and self.context.can_cut_to(n_tokens):

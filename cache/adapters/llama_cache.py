@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from llama_cpp import LlamaState
 from llama_cpp.llama_cache import BaseLlamaCache
 
 from kvkeep.cache.adapters.attach import Attachment, session_options
+from kvkeep.cache.adapters.backing import Wishes
 from kvkeep.cache.match import Match
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.state import Form
@@ -34,7 +36,7 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
     """
 
     def __init__(self, llm: Any, options: dict[str, Any]) -> None:
-        BaseLlamaCache.__init__(self, options["capacity_bytes"])
+        BaseLlamaCache.__init__(self, options["wishes"].capacity_bytes)
         self._llm = weakref.ref(llm)
         self._asked: list[int] | None = None
         Attachment.__init__(self, llm, options)
@@ -46,6 +48,8 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         path: str | os.PathLike[str] | None = None,
         *,
         capacity_bytes: int = DEFAULT_CAPACITY,
+        reserve_bytes: int | None = None,
+        lifetime: timedelta | None = None,
         break_even: bool = True,
         identity: str = "",
     ) -> "PersistentLlamaCache":
@@ -54,7 +58,8 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         Raises:
             UsageError: an argument is wrong.
         """
-        return cls(llm, session_options(llm, path, capacity_bytes, break_even, identity))
+        wishes = Wishes(capacity_bytes, reserve_bytes, lifetime)
+        return cls(llm, session_options(llm, path, wishes, break_even, identity))
 
     @property
     def cache_size(self) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kvkeep.cache.adapters.backing import Backing
+from kvkeep.cache.adapters.backing import Backing, Wishes
 from kvkeep.cache.adapters.live import NO_TOKENS, LiveSequence, Tokens
 from kvkeep.cache.adapters.turns import UserTurns
 from kvkeep.cache.break_even import BreakEven
@@ -29,7 +29,7 @@ from kvkeep.cache.memory import MemoryKind
 from kvkeep.cache.points import Point, schedule
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.report import Reporter
-from kvkeep.store.errors import KvkeepError, StateRefused, TooLarge
+from kvkeep.store.errors import KvkeepError, StateRefused, TooLarge, UsageError
 from kvkeep.store.repository import Repository
 
 # Tokens between regular checkpoints, at least: what an edit in the middle of a prompt costs.
@@ -50,12 +50,12 @@ class Session:
     Args:
         llm: a `llama_cpp.Llama`; held weakly.
         path: the store's root.
-        capacity_bytes: byte budget of the root.
+        wishes: budget, reserve and lifetime of the root, as far as somebody asks for them.
         break_even: restore only where that is quicker than decoding.
         extra: part of the model's identity that can't be seen from outside.
     """
 
-    def __init__(self, llm: Any, path: Path, capacity_bytes: int, break_even: bool, extra: str) -> None:
+    def __init__(self, llm: Any, path: Path, wishes: Wishes, break_even: bool, extra: str) -> None:
         self._llm = weakref.ref(llm)
         self._pid = os.getpid()
         self._use_break_even = break_even
@@ -69,7 +69,7 @@ class Session:
         self._save_anyway = False
         self._backing = Backing(self.reporter, self._live.context.memory, self._job_failed, self._is_ready)
         if self._live.context.has_memory:
-            self._backing.open(llm, path, capacity_bytes, extra)
+            self._backing.open(llm, path, wishes, extra)
         else:
             self._backing.refuse("the model has no memory to keep: an embedding or diffusion model")
 
@@ -77,6 +77,18 @@ class Session:
     def cache(self) -> PrefixCache | None:
         """The model's states, or None as long as it isn't known whose they are."""
         return self._backing.cache
+
+    def usable_cache(self) -> PrefixCache:
+        """The model's states, for somebody who asks by hand.
+
+        Raises:
+            UsageError: there is none, with the reason.
+        """
+        self._backing.settle_identity(give_up=False)
+        if self._backing.unavailable or self.cache is None:
+            why = self._backing.unavailable or "the model's file is still being hashed"
+            raise UsageError(f"the cache can't be used: {why}")
+        return self.cache
 
     @property
     def repository(self) -> Repository | None:
@@ -112,6 +124,7 @@ class Session:
                 match = self._settle(llm, np.asarray(prompt, np.int32), handed_over)
             except Exception as error:  # noqa: BLE001 - the border: whatever it is, the answer is the cold answer
                 self.reporter.error("preparing a prompt", error)
+                self._backing.look_after(error)
                 with self.reporter.border("clearing the context"):
                     self._live.empty(llm, buffers=True)
                 match = Match(length=0, prompt_tokens=len(prompt), reason=Reason.UNAVAILABLE, detail=str(error))
@@ -172,6 +185,7 @@ class Session:
         except KvkeepError as error:
             # The context wasn't touched yet: what it holds is still good.
             self.reporter.error("looking up a prompt", error)
+            self._backing.look_after(error)
             return replace(missed, detail=str(error))
 
     def _look_up(self, llm: Any, cache: PrefixCache, prompt: Tokens, usable: int) -> Match:
@@ -311,6 +325,29 @@ class Session:
         self._backing.keep(tokens, state, context.form, points, replaces=not opaque, done=done)
         self._kept = tokens
         self._live.points.handed_over(points)
+
+    @contextmanager
+    def no_store(self, llm: Any) -> Iterator[None]:
+        """Nothing that is decoded in the block is ever saved, neither in it nor later."""
+        # What came before is no secret.
+        self.keep(llm)
+        with self._lock:
+            self._live.set_private(True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._live.set_private(False)
+
+    def forget_kept(self) -> None:
+        """What was saved is gone from the store: it may be saved again."""
+        with self._lock:
+            self._kept = NO_TOKENS
+
+    def known_tokens(self) -> Tokens:
+        """The tokens that the context holds, as far as they are known. A copy."""
+        with self._lock:
+            return self._live.known_tokens().copy()
 
     def _is_kept(self, tokens: Tokens) -> bool:
         """Whether it was saved a moment ago, or the store has it already."""
