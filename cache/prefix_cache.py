@@ -217,8 +217,6 @@ class PrefixCache:
         """
         # Written down before anybody is evicted for this state.
         self.repository.flush_touched()
-        if upkeep.is_over_budget(self.repository):
-            upkeep.settle(self.repository)
         with self.repository.writing() as writing:
             budget.expire(writing)
             space = self._space(writing)
@@ -226,9 +224,13 @@ class PrefixCache:
             prompt = self._prompt(data, space.block_tokens)
             saver = Saver(writing, space, self.identity, prompt, seq_id, pause)
             try:
-                return saver.save(state, form, points)
+                saved = saver.save(state, form, points)
             finally:
                 self.repository.touch(saver.passed, hit=False)
+        if upkeep.is_over_budget(self.repository):
+            # A smaller budget was asked for meanwhile.
+            upkeep.settle(self.repository)
+        return saved
 
     @property
     def largest_bytes(self) -> int:

@@ -139,14 +139,26 @@ class BlobStore:
                 self._env.set_mapsize(0)
 
     def limit(self, n_bytes: int) -> None:
-        """Let the file grow to this size and no further; never beyond the map that it was opened with.
+        """Let the file grow to this size and no further; never beyond the map.
 
         For a disk that gets full: LMDB itself then says `MapFull` before the file takes what is to be left to others.
 
         Raises:
             StoreError: readers in this process didn't end in time.
         """
-        wanted = _whole_pages(min(n_bytes, self.map_bytes))
+        self._set_size(_whole_pages(min(n_bytes, self.map_bytes)))
+
+    def resize(self, map_bytes: int) -> None:
+        """Take another size for the map; what is in the file stays, also where it is longer than that.
+
+        Raises:
+            StoreError: readers in this process didn't end in time.
+        """
+        self._set_size(_whole_pages(map_bytes))
+        self.map_bytes = _whole_pages(map_bytes)
+        self._extend_to_map()
+
+    def _set_size(self, wanted: int) -> None:
         with self._ended:
             if wanted == self._limit:
                 return

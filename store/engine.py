@@ -182,8 +182,10 @@ class Index:
         while self.free_bytes > 0:
             before = self.free_bytes
             with self.write() as connection:
-                # Each row that it answers with is a page given back.
-                connection.exec_driver_sql(f"PRAGMA incremental_vacuum({pages})").fetchall()
+                driver = connection.connection.driver_connection
+                assert isinstance(driver, DriverConnection)
+                # Gives back a page with each step; SQLAlchemy takes it for a statement without rows, and does one.
+                driver.execute(f"PRAGMA incremental_vacuum({pages})").fetchall()
             self.empty_log()
             if self.free_bytes >= before:
                 # Somebody still reads, or has written meanwhile.

@@ -13,7 +13,9 @@ from kvkeep.store.engine import Connection
 from kvkeep.store.errors import DamagedFile
 from kvkeep.store.private import occupied_bytes
 
-_NAME = re.compile(r"blobs-([1-9]\d{0,17})")
+_NAME = re.compile(r"blobs-([1-9]\d{0,8})")
+# A compaction a minute, for two thousand years.
+LAST = 999_999_999
 
 
 def folder(root: Path, generation: int) -> Path:
@@ -22,14 +24,16 @@ def folder(root: Path, generation: int) -> Path:
 
 
 def current(connection: Connection, root: Path) -> int:
-    """The generation that the index names; in a new index, the newest that there is.
+    """The generation that the index names.
+
+    In an index that names none yet, the oldest that there is: of two, the newer one may be half a copy.
 
     Raises:
         DamagedFile: the index names one that can't be.
     """
     found = settings.find(connection, settings.GENERATION)
     if found is None:
-        return max(present(root), default=1)
+        return min(present(root), default=1)
     if _NAME.fullmatch(f"blobs-{found}") is None:
         raise DamagedFile(f"the index names a generation of blobs that can't be: {found}")
     return found

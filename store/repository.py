@@ -20,7 +20,7 @@ from kvkeep.store.marker import Marker
 from kvkeep.store.opening import ROOT_LOCK, WRITER_LOCK, Parts, open_generation, open_parts
 from kvkeep.store.private import make_private_folder
 from kvkeep.store.schema import in_pieces
-from kvkeep.store.space import DEFAULT_CAPACITY
+from kvkeep.store.space import DEFAULT_CAPACITY, MAX_CAPACITY, MIN_CAPACITY, Space
 from kvkeep.store.writing import Writing
 
 # How long a close waits for those who still read.
@@ -83,11 +83,11 @@ class Repository:
 
     @property
     def capacity_bytes(self) -> int:
-        """The byte budget that holds since it was opened."""
+        """The byte budget that holds since it was opened, or since the last save after another one was asked for."""
         return self.index.space.capacity_bytes
 
     def agree_on_capacity(self, wanted: int | None) -> None:
-        """Remember a budget for the next open. The last explicit wish wins."""
+        """Remember a budget for everybody's next save or open. The last explicit wish wins."""
         known = self._remembered(settings.CAPACITY_BYTES)
         if wanted is not None and wanted != (DEFAULT_CAPACITY if known is None else known):
             self.agree_on(settings.CAPACITY_BYTES, wanted)
@@ -166,13 +166,20 @@ class Repository:
             StoreLocked: another writer didn't finish within `timeout` seconds.
         """
         with self._in_use(), exclusive(self.path / WRITER_LOCK, timeout):
+            # Under the lock: it may make the blobs' file longer, and so may others.
             self.refresh()
             yield Writing(self.path, self.index, self.blobs, self.held)
 
     def refresh(self) -> None:
-        """Take over what other processes have changed: the blobs may have been compacted."""
-        with self.snapshot():
-            pass
+        """Take over what others have changed: the blobs may have been compacted, the budget may be another one."""
+        with self.snapshot() as snapshot:
+            wanted = settings.find(snapshot.connection, settings.CAPACITY_BYTES)
+        if wanted is not None and wanted != self.capacity_bytes and MIN_CAPACITY <= wanted <= MAX_CAPACITY:
+            self._resize(Space(wanted))
+
+    def _resize(self, space: Space) -> None:
+        self.blobs.resize(space.map_bytes)
+        self.index.resize(space)
 
     def sweep(self) -> int:
         """Delete blobs that no row names, as killed writers leave them. Returns their number.

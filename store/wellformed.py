@@ -15,13 +15,16 @@ from sqlalchemy import (
     delete,
     false,
     func,
+    not_,
     or_,
     select,
     update,
 )
 
+from kvkeep.store.generations import LAST
 from kvkeep.store.rows import TABLES
-from kvkeep.store.schema import metadata, namespace, pin
+from kvkeep.store.schema import metadata, namespace, pin, setting
+from kvkeep.store.settings import GENERATION
 
 
 def _has_wrong_value(column: Column[Any]) -> ColumnElement[bool]:
@@ -54,6 +57,8 @@ def remove_others(connection: Connection) -> int:
         if table is namespace:
             wrong = or_(wrong, table.c.block_tokens < 1)
         removed += connection.execute(delete(table).where(wrong)).rowcount
+    impossible = (setting.c.name == GENERATION) & not_(setting.c.value.between(1, LAST))
+    removed += connection.execute(delete(setting).where(impossible)).rowcount
     # Only people read it.
     unreadable = func.json_valid(namespace.c.ingredients) == 0
     connection.execute(update(namespace).where(unreadable).values(ingredients="{}"))

@@ -9,7 +9,7 @@ from sqlalchemy import text
 
 from kvkeep.store import checkpoints, nodes
 from kvkeep.store.blobs import BlobStore
-from kvkeep.store.check import Finding, Trouble, check
+from kvkeep.store.check import EVERYTHING, ROWS_ONLY, Extent, Finding, Trouble, check
 from kvkeep.store.entry import Entry
 from kvkeep.store.registry import close_root, open_root
 from kvkeep.store.repository import Repository
@@ -57,7 +57,7 @@ def test_sound_store_of_two_namespaces_is_sound(repository: Repository) -> None:
     store(repository, [*BLOCKS, *PIECES, POINT])
     store(repository, [block([1, 2, 3, 4], parent=OTHER_FINGERPRINT)], OTHER_FINGERPRINT)  # type: ignore[arg-type]
     assert check(repository) == []
-    assert check(repository, data=False) == []
+    assert check(repository, ROWS_ONLY) == []
 
 
 NODE_FIELDS = ["key", "parent", "anchor", "path", "start", "n_tokens", "blob", "stored_bytes", "plain_bytes"]
@@ -121,7 +121,7 @@ def test_flip_in_a_blob_is_damage(damaged: Repository, number: int) -> None:
         (found,) = check(damaged)
         assert (found.trouble, found.entry) == (Trouble.DAMAGE, victim)
         # Names alone can't tell.
-        assert check(damaged, data=False) == []
+        assert check(damaged, ROWS_ONLY) == []
 
 
 def test_blob_of_another_entry_is_damage(damaged: Repository) -> None:
@@ -132,22 +132,22 @@ def test_blob_of_another_entry_is_damage(damaged: Repository) -> None:
     assert kinds(check(damaged)) == {Trouble.DAMAGE}
 
 
-@pytest.mark.parametrize("data", [True, False])
-def test_missing_blob_is_damage(damaged: Repository, data: bool) -> None:
+@pytest.mark.parametrize("extent", [EVERYTHING, ROWS_ONLY])
+def test_missing_blob_is_damage(damaged: Repository, extent: Extent) -> None:
     victims = [entries(damaged)[1], entries(damaged)[4]]
     damaged.blobs.delete([victim.blob for victim in victims])
-    findings = check(damaged, data=data)
+    findings = check(damaged, extent)
     assert [finding.entry for finding in findings] == victims
     assert kinds(findings) == {Trouble.DAMAGE}
     assert all("missing" in finding.message for finding in findings)
 
 
-@pytest.mark.parametrize("data", [True, False])
-def test_missing_parent_makes_its_children_unreachable_and_nothing_worse(damaged: Repository, data: bool) -> None:
+@pytest.mark.parametrize("extent", [EVERYTHING, ROWS_ONLY])
+def test_missing_parent_makes_its_children_unreachable_and_nothing_worse(damaged: Repository, extent: Extent) -> None:
     first = entries(damaged)[0]
     with damaged.writing() as writing:
         writing.remove([first])
-    (found,) = check(damaged, data=data)
+    (found,) = check(damaged, extent)
     assert (found.trouble, found.entry) == (Trouble.UNREACHABLE, entries(damaged)[0])
     store(damaged, BLOCKS[:1])
     assert check(damaged) == []
@@ -169,8 +169,8 @@ def test_missing_namespace_makes_everything_unreachable(damaged: Repository) -> 
 def test_blob_without_a_row_is_garbage(damaged: Repository) -> None:
     left = block([90])
     damaged.blobs.put([(left.row.blob, left.value)])
-    for data in (True, False):
-        (found,) = check(damaged, data=data)
+    for extent in (EVERYTHING, ROWS_ONLY):
+        (found,) = check(damaged, extent)
         assert (found.trouble, found.entry) == (Trouble.GARBAGE, None)
         assert left.row.blob.hex()[:16] in found.message
 
@@ -195,7 +195,7 @@ def test_what_is_removed_while_it_is_checked_is_not_missing(repository: Reposito
         return original(self)
 
     monkeypatch.setattr(BlobStore, "read", read)
-    assert check(repository) == []
+    assert check(repository, Extent(structure=False)) == []
     assert len(entries(repository)) == 1
 
 

@@ -108,10 +108,14 @@ class Image:
         nodes = (node for leaf in self.main.leaves for node in self.nodes(leaf))
         return next(node for node in nodes if not self.number(node + 4, "H") and self.number(node, "I"))
 
-    def record(self) -> int:
-        """Where an entry of the free list that lies in a leaf page starts, with at least two pages."""
+    def records(self) -> list[int]:
+        """Where the entries of the free list start that lie in a leaf page and have pages."""
         nodes = (node for leaf in self.free.leaves for node in self.nodes(leaf))
-        return next(node + 16 for node in nodes if not self.number(node + 4, "H") and self.number(node, "I") > 16)
+        return [node + 16 for node in nodes if not self.number(node + 4, "H") and self.number(node + 16)]
+
+    def record(self) -> int:
+        """One of them with at least two pages."""
+        return next(record for record in self.records() if self.number(record) > 1)
 
     def _tree(self, db: int) -> Tree:
         tree, waiting = Tree(), [self.number(db + 40)]
@@ -225,8 +229,13 @@ def test_free_pages_behind_the_end_of_the_file_are_sound(tmp_path: Path) -> None
         txn.delete(b"goes")
     last = env.info()["last_pgno"]
     env.close()
-    assert (tmp_path / DATA_FILE).stat().st_size <= last * PAGE
-    assert examine(tmp_path / DATA_FILE) is None
+    data = tmp_path / DATA_FILE
+    assert data.stat().st_size <= last * PAGE
+    assert examine(data) is None
+    image = Image(data.read_bytes())
+    free_twice(image)
+    data.write_bytes(image.data)
+    assert examine(data) == "the free list has a page behind the end of the file twice"
 
 
 def test_a_compacted_copy_is_sound(tmp_path: Path) -> None:
@@ -325,6 +334,24 @@ def share_offset(image: Image) -> None:
     image.write(at, image.number(at + 2, "H"), "H")
 
 
+def free_twice(image: Image) -> None:
+    """The largest page of each entry is the largest of all."""
+    for record in image.records():
+        image.write(record + 8, image.number(image.meta + LAST))
+
+
+def long_free_key(image: Image) -> None:
+    """Two bytes of the value are the key's, so that the node is as long as before."""
+    node = image.record() - 16
+    image.write(node, image.number(node, "I") - 2, "I")
+    image.write(node + 6, 10, "H")
+
+
+def odd_record(image: Image) -> None:
+    node = image.record() - 16
+    image.write(node, image.number(node, "I") - 1, "I")
+
+
 def one_key(image: Image) -> None:
     image.write(image.main.branches[0] * PAGE + 12, 18, "H")
 
@@ -406,6 +433,9 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     ("free count", at_record(0, lambda _: 1 << 40), "says that it has 1099511627776 pages"),
     ("free order", at_record(8, lambda _: 2), "wrong order"),
     ("free page is far", at_record(8, lambda _: 1 << 40), "can't be free"),
+    ("free key", long_free_key, "no transaction's number"),
+    ("free size", odd_record, "no list of pages"),
+    ("free twice", free_twice, "a page that is used can't be free"),
     ("free page is used", at_record(8, lambda image: image.main.leaves[0]), ""),
 ]
 

@@ -1,0 +1,132 @@
+"""Tokens as text: which model file on this machine is a namespace's own, and its vocabulary without its weights."""
+
+import ctypes
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from kvkeep.cache.fingerprint import Ingredients, combine, model_files
+from kvkeep.store import digests
+from kvkeep.store.digests import FileStamp
+from kvkeep.store.engine import Connection
+from kvkeep.store.errors import UsageError
+from kvkeep.store.hashing import Fingerprint
+from kvkeep.store.schema import file_digest
+
+# Longer than any piece of a vocabulary that was ever seen; longer ones are asked for again.
+_PIECE_BYTES = 128
+
+
+def find_file(connection: Connection, fingerprint: Fingerprint, fields: dict[str, str]) -> str | None:
+    """The model file that gave a namespace its fingerprint, if it is still where it was, and as it was.
+
+    Args:
+        connection: a read transaction.
+        fingerprint: the namespace's.
+        fields: its ingredients, which with the digests of its files make the fingerprint.
+    """
+    known = _unchanged(connection)
+    for path in known:
+        parts = model_files(path)
+        if path != parts[0] or not all(part in known for part in parts):
+            continue
+        own = [known[part] for part in parts]
+        # With an adapter any other file may be the one.
+        candidates = [[*own, adapter] for adapter in known.values()] if "lora_scale" in fields else [own]
+        if any(combine(Ingredients(fields, ()), found) == fingerprint for found in candidates):
+            return path
+    return None
+
+
+def _unchanged(connection: Connection) -> dict[str, bytes]:
+    """Digests of the model files that are remembered and still have the same stamp."""
+    found: dict[str, bytes] = {}
+    for (path,) in connection.execute(file_digest.select().with_only_columns(file_digest.c.path)):
+        try:
+            digest = digests.get(connection, FileStamp.of(path))
+        except (OSError, ValueError):
+            continue
+        if digest is not None:
+            found[path] = digest
+    return found
+
+
+class Vocabulary:
+    """The vocabulary of a GGUF file, loaded without its weights. Close it, or use it as a context manager.
+
+    Raises:
+        UsageError: llama-cpp-python isn't there, or can't read the file.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._llama = _library()
+        parameters = self._llama.llama_model_default_params()
+        parameters.vocab_only = True
+        with _silence():
+            self._model = self._llama.llama_model_load_from_file(path.encode(errors="surrogateescape"), parameters)
+        if not self._model:
+            raise UsageError(f"llama.cpp can't read the vocabulary of {path}")
+        self._vocab = self._llama.llama_model_get_vocab(self._model)
+        self._size = int(self._llama.llama_vocab_n_tokens(self._vocab))
+
+    def text(self, tokens: bytes) -> str:
+        """Tokens as text, without the ones that only steer the model. What belongs to another vocabulary is `#1234`.
+
+        Args:
+            tokens: little-endian int32. A letter of which only a part is there becomes U+FFFD.
+        """
+        pieces = (self._piece(token) for token in np.frombuffer(tokens, "<i4").tolist())
+        return b"".join(pieces).decode(errors="replace")
+
+    def _piece(self, token: int) -> bytes:
+        if not 0 <= token < self._size:
+            return f" #{token} ".encode()
+        room = _PIECE_BYTES
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            length = int(self._llama.llama_token_to_piece(self._vocab, token, buffer, room, 0, False))
+            if length >= 0:
+                return buffer.raw[:length]
+            room = -length
+
+    def close(self) -> None:
+        """Give the memory back."""
+        model, self._model = self._model, None
+        if model:
+            self._llama.llama_model_free(model)
+
+    def __enter__(self) -> "Vocabulary":
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+
+def ids(tokens: Sequence[int]) -> str:
+    """Tokens of which nobody knows the text: `#1 #4093 #12`."""
+    return " ".join(f"#{token}" for token in tokens)
+
+
+def _library() -> Any:
+    try:
+        import llama_cpp
+    except ImportError as error:
+        raise UsageError("llama-cpp-python isn't installed: pip install 'kvkeep[llama]'") from error
+    except (OSError, RuntimeError) as error:
+        raise UsageError(f"llama-cpp-python is installed, but its library doesn't load: {error}") from error
+    return llama_cpp
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing of llama.cpp on stderr: llama-cpp-python prints what this logger's level lets through."""
+    logger = logging.getLogger("llama-cpp-python")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
