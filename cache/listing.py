@@ -107,6 +107,16 @@ class Listing:
     strays: list[Entry]
     shared: list[tuple[Entry, list[Run]]]
 
+    def of(self, spaces: Collection[Namespace]) -> "Listing":
+        """The same of some models only."""
+        numbers = {space.id for space in spaces}
+        return Listing(
+            [space for space in self.spaces if space.id in numbers],
+            [run for run in self.trees if run.space.id in numbers],
+            [entry for entry in self.strays if entry.namespace_id in numbers],
+            [(entry, holders) for entry, holders in self.shared if entry.namespace_id in numbers],
+        )
+
     def runs(self) -> Iterator[Run]:
         """Every run, each before those that stand on it."""
         waiting = self.trees[::-1]

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvkeep.cache.state import Form
 from kvkeep.store import namespaces, pins, rows
 from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
-from kvkeep.store.errors import UsageError
+from kvkeep.store.errors import StoreLocked, UsageError
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import BlobId, Fingerprint, PrefixHash, chain
 from kvkeep.store.namespaces import Namespace
@@ -166,8 +167,8 @@ class PrefixCache:
         longest = match.length
         for _ in range(_TRIES):
             held = [key_of(entry) for entry in match.entries]
-            with self.repository.holding(held), self.repository.snapshot() as snapshot:
-                restored = assemble(snapshot, match, token_bytes(tokens[: match.length]), form, arch)
+            with self.repository.holding(held), self.repository.values() as blobs:
+                restored = assemble(blobs, match, token_bytes(tokens[: match.length]), form, arch)
             if restored.length or not restored.damaged:
                 break
             met = self._still_there(restored.damaged)
@@ -228,8 +229,9 @@ class PrefixCache:
             finally:
                 self.repository.touch(saver.passed, hit=False)
         if upkeep.is_over_budget(self.repository):
-            # A smaller budget was asked for meanwhile.
-            upkeep.settle(self.repository)
+            # A smaller budget was asked for meanwhile. Whoever holds a lock now may be doing the same.
+            with suppress(StoreLocked):
+                upkeep.settle(self.repository)
         return saved
 
     @property
@@ -276,6 +278,10 @@ class PrefixCache:
     def _space(self, writing: Writing) -> Namespace:
         """The namespace, created if missing."""
         who = self.identity
+        with writing.index.read() as connection:
+            found = namespaces.find(connection, who.fingerprint)
+        if found is not None:
+            return found
         with writing.index.write() as connection:
             return namespaces.add(connection, who.fingerprint, who.label, who.ingredients, self._block_tokens)
 

@@ -19,11 +19,11 @@ from kvkeep.cache import planes
 from kvkeep.cache.layout import Bytes, Cells, unpack_all
 from kvkeep.cache.match import Match
 from kvkeep.cache.state import Form, Windowed, blank
+from kvkeep.store.blobs import BlobReader
 from kvkeep.store.checkpoints import Checkpoint
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import HashMismatch, IntegrityError, LayoutError
 from kvkeep.store.nodes import Node
-from kvkeep.store.repository import Snapshot
 from kvkeep.store.verify import verified
 from kvkeep.store.windows import Window
 
@@ -88,11 +88,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_workers.cache_clear)
 
 
-def assemble(snapshot: Snapshot, match: Match, tokens: bytes, form: Form = Form.SEQUENCE, arch: str = "") -> Restored:
+def assemble(blobs: BlobReader, match: Match, tokens: bytes, form: Form = Form.SEQUENCE, arch: str = "") -> Restored:
     """The state of the first `match.length` tokens, or nothing of it if anything that it needs is damaged.
 
     Args:
-        snapshot: rows and blobs; taken after the match, so blobs may have gone meanwhile.
+        blobs: as they are after the match, so some may have gone meanwhile.
         match: from `PrefixCache.match`.
         tokens: the prompt, little-endian int32.
         form: whole context or one sequence.
@@ -102,8 +102,8 @@ def assemble(snapshot: Snapshot, match: Match, tokens: bytes, form: Form = Form.
         return Restored(_NOTHING, 0)
     try:
         if match.checkpoint is not None and match.is_opaque:
-            return _whole(snapshot, match.checkpoint, tokens)
-        return Restored(_Assembly(snapshot, match).fill(form, arch), match.length)
+            return _whole(blobs, match.checkpoint, tokens)
+        return Restored(_Assembly(blobs, match).fill(form, arch), match.length)
     except _Damaged as error:
         # All of them are reported, also those behind the first: each would be met again otherwise.
         return Restored(_NOTHING, 0, tuple(error.causes), str(next(iter(error.causes.values()))))
@@ -117,9 +117,9 @@ class _Damaged(Exception):
         self.causes = causes
 
 
-def _whole(snapshot: Snapshot, point: Checkpoint, tokens: bytes) -> Restored:
+def _whole(blobs: BlobReader, point: Checkpoint, tokens: bytes) -> Restored:
     try:
-        header, payload = verified(snapshot.blobs.get(point.blob), point)
+        header, payload = verified(blobs.get(point.blob), point)
         if header.tokens != tokens[: len(header.tokens)]:
             raise HashMismatch(f"the checkpoint at position {point.pos} was taken after other tokens")
     except IntegrityError as error:
@@ -148,12 +148,12 @@ class _Piece(NamedTuple):
 class _Assembly:
     """One buffer, filled by all threads straight out of the map."""
 
-    def __init__(self, snapshot: Snapshot, match: Match) -> None:
+    def __init__(self, blobs: BlobReader, match: Match) -> None:
         self._length = match.length
         self._pieces = [*_in_caches(match), *_in_window(match)]
         self._point = match.checkpoint
         # Read here: a transaction of LMDB belongs to the thread that began it.
-        self._values = {entry: snapshot.blobs.get(entry.blob) for entry in match.entries}
+        self._values = {entry: blobs.get(entry.blob) for entry in match.entries}
 
     def fill(self, form: Form, arch: str) -> Bytes:
         """The state.

@@ -23,8 +23,11 @@ class Upkeep:
 
 
 def is_over_budget(repository: Repository) -> bool:
-    """Whether a root takes more of the disk than it may. Cheap."""
-    return repository.disk_bytes > repository.capacity_bytes
+    """Whether a root takes more of the disk than it may. Cheap.
+
+    Without a generation that somebody is about to write: then the old one goes.
+    """
+    return repository.blobs.disk_bytes + repository.index.disk_bytes > repository.capacity_bytes
 
 
 def settle(repository: Repository) -> Upkeep:

@@ -14,7 +14,7 @@ import lmdb
 
 from kvkeep.store.errors import DamagedFile, DiskFull, MapFull, StoreClosed, StoreError
 from kvkeep.store.hashing import BlobId
-from kvkeep.store.private import make_private_folder, occupied_bytes
+from kvkeep.store.private import disk_errors, make_private_folder, occupied_bytes
 
 DATA_FILE = "data.mdb"
 LOCK_FILE = "lock.mdb"
@@ -66,8 +66,9 @@ class BlobStore:
         self._active = 0
         self._ended = threading.Condition()
         self._retired = False
-        make_private_folder(folder)
-        self._extend_to_map()
+        with disk_errors(f"preparing {folder}"):
+            make_private_folder(folder)
+            self._extend_to_map()
         with _translated():
             self._env = lmdb.open(
                 str(folder),
@@ -81,8 +82,9 @@ class BlobStore:
                 sync=durable,
             )
             self._env.reader_check()
-        for file in (folder / DATA_FILE, folder / LOCK_FILE):
-            file.chmod(0o600)
+        with disk_errors(f"making {folder} private"):
+            for file in (folder / DATA_FILE, folder / LOCK_FILE):
+                file.chmod(0o600)
 
     @staticmethod
     def is_too_short(folder: Path, map_bytes: int) -> bool:
@@ -156,7 +158,8 @@ class BlobStore:
         """
         self._set_size(_whole_pages(map_bytes))
         self.map_bytes = _whole_pages(map_bytes)
-        self._extend_to_map()
+        with disk_errors(f"extending {self.folder}"):
+            self._extend_to_map()
 
     def _set_size(self, wanted: int) -> None:
         with self._ended:

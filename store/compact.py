@@ -19,7 +19,7 @@ from kvkeep.store.blobs import PAGE_BYTES, BlobStore
 from kvkeep.store.errors import DiskFull, StoreLocked
 from kvkeep.store.hashing import BlobId
 from kvkeep.store.locks import exclusive
-from kvkeep.store.private import sync_folder
+from kvkeep.store.private import disk_errors, sync_folder
 from kvkeep.store.repository import Repository
 from kvkeep.store.space import Disk
 from kvkeep.store.steps import Step, reached
@@ -110,7 +110,7 @@ def compact(repository: Repository, progress: Progress = lambda n_bytes: None) -
         DiskFull: the disk can't hold the copy. Nothing was changed.
         StoreLocked: another process is at it, or writes and doesn't end.
     """
-    with _alone(repository):
+    with _alone(repository), disk_errors(f"compacting {repository.path}"):
         planned = plan(repository)
         if not planned.fits:
             raise DiskFull(

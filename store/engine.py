@@ -5,6 +5,7 @@ sqlalchemy has its home in this package: here, in `schema`, and in the modules o
 
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,6 +35,9 @@ __all__ = ["BUSY_SECONDS", "Connection", "Index", "translated"]
 
 # A writer here waits this long for another process's commit; writers are serialised by `writer.lock` anyway.
 BUSY_SECONDS = 5.0
+# How long nobody waits any more for readers who keep the log from being emptied, once it was waited for them in vain.
+HANGING_SECONDS = 30.0
+_ASK_AGAIN = 0.005
 PAGE_BYTES = 4096
 # The files that SQLite keeps beside each other.
 SUFFIXES = ("", "-wal", "-shm")
@@ -65,6 +69,7 @@ class Index:
         self._engine = create_engine(URL.create("sqlite", database=str(path)))
         event.listen(self._engine, "connect", self._configure)
         event.listen(self._engine, "begin", _begin)
+        self._hanging_until = 0.0
         # Connections in use, by thread.
         self._used: dict[int, list[DriverConnection]] = {}
         event.listen(self._engine, "checkout", self._taken)
@@ -158,8 +163,21 @@ class Index:
 
     def empty_log(self) -> None:
         """Move what the log holds into the file, as far as no reader needs it, and cut the log to nothing."""
+        # Readers end in milliseconds, or in seconds on a busy machine, or hang: then it is waited for them once.
+        was_patient = time.monotonic() >= self._hanging_until
+        deadline = time.monotonic() + (BUSY_SECONDS if was_patient else 0.0)
         with translated(), self._raw() as connection:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            # Asked again and again instead of SQLite's own waiting: that doesn't wait for others who do the same.
+            connection.execute("PRAGMA busy_timeout=0")
+            try:
+                while is_busy := connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+                    if time.monotonic() >= deadline:
+                        break
+                    time.sleep(_ASK_AGAIN)
+            finally:
+                connection.execute(f"PRAGMA busy_timeout={int(BUSY_SECONDS * 1000)}")
+        if was_patient or not is_busy:
+            self._hanging_until = time.monotonic() + HANGING_SECONDS if is_busy else 0.0
 
     @contextmanager
     def _raw(self) -> Iterator[DriverConnection]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import portalocker
 
 from kvkeep.store.errors import StoreError, StoreLocked
-from kvkeep.store.private import make_private_file
+from kvkeep.store.private import disk_errors, make_private_file
 
 # portalocker asks again this often; its default of 0.25 s would be most of a small save.
 _ASK_AGAIN = 0.01
@@ -90,10 +90,8 @@ def exclusive(path: Path, timeout: float) -> Iterator[None]:
 
 def _acquire(path: Path, how: portalocker.LockFlags, timeout: float) -> portalocker.Lock:
     # Made here with the mode that we want; portalocker would leave it to the umask.
-    try:
+    with disk_errors(f"creating {path}"):
         make_private_file(path)
-    except OSError as error:
-        raise StoreError(f"{path} can't be created: {error.strerror}") from error
     lock = portalocker.Lock(
         path, mode="a", timeout=timeout, check_interval=_ASK_AGAIN, flags=how | portalocker.LockFlags.NON_BLOCKING
     )

@@ -15,6 +15,7 @@ from kvkeep.store.errors import CapacityError, DamagedFile, StoreError, StoreLoc
 from kvkeep.store.locks import SharedLock, exclusive
 from kvkeep.store.marker import Ending, Marker
 from kvkeep.store.pages import examine
+from kvkeep.store.private import disk_errors
 from kvkeep.store.space import DEFAULT_CAPACITY, MAX_CAPACITY, MIN_CAPACITY, Space
 from kvkeep.store.steps import Step, reached
 from kvkeep.store.writing import Writing
@@ -81,6 +82,10 @@ class _Opening:
 
     def run(self) -> Parts | None:
         """The parts, or None if somebody got in between."""
+        with disk_errors(f"opening {self._root}"):
+            return self._run()
+
+    def _run(self) -> Parts | None:
         alone = self._lock.try_exclude()
         if not alone:
             self._lock.share(OPEN_SECONDS)

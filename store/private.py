@@ -1,11 +1,32 @@
 """Files and folders that only their owner can read, whatever the umask; and what they take on the disk."""
 
+import errno
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from kvkeep.store.errors import DiskFull, StoreError
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
+
+# A disk, or a user's quota on it, that is full; or one that gives errors, which is how some say the same.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Errors of the system as ours.
+
+    Args:
+        what: what is done, for the message.
+    """
+    try:
+        yield
+    except OSError as error:
+        kind = DiskFull if error.errno in _NO_ROOM else StoreError
+        raise kind(f"{what} failed: {error.strerror or error}") from error
 
 
 def make_private_folder(path: Path, *, parents: bool = False) -> None:

@@ -5,7 +5,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,17 +125,28 @@ class Repository:
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
         """Read rows, then blobs."""
-        with self._in_use(), ExitStack() as open_transactions:
-            yield self._snapshot(open_transactions)
+        with self._in_use(), ExitStack() as of_blobs, ExitStack() as of_rows:
+            yield self._snapshot(of_rows, of_blobs)
 
-    def _snapshot(self, open_transactions: ExitStack) -> Snapshot:
+    @contextmanager
+    def values(self) -> Iterator[BlobReader]:
+        """Read blobs that rows have named a moment ago; one that has gone since is a miss.
+
+        Holds no view of the rows: a restore may take long, and the index's log can't be emptied beside one who reads.
+        """
+        with self._in_use(), ExitStack() as of_blobs:
+            with ExitStack() as of_rows:
+                found = self._snapshot(of_rows, of_blobs)
+            yield found.blobs
+
+    def _snapshot(self, of_rows: ExitStack, of_blobs: ExitStack) -> Snapshot:
         for attempt in range(1, _TRIES + 1):
             try:
-                connection = open_transactions.enter_context(self.index.read())
-                return Snapshot(connection, open_transactions.enter_context(self._current_blobs(connection).read()))
+                connection = of_rows.enter_context(self.index.read())
+                return Snapshot(connection, of_blobs.enter_context(self._current_blobs(connection).read()))
             except StoreError:
                 # Compacted between two of these looks.
-                open_transactions.close()
+                of_rows.close()
                 if attempt == _TRIES:
                     raise
         raise AssertionError("the last attempt returns or raises")
@@ -284,7 +295,9 @@ class Repository:
                 return
         self._shut()
         if self._lock.try_exclude():
-            self._marker.clear_if_clean()
+            # Where that fails, the next open looks more closely than it must.
+            with suppress(OSError):
+                self._marker.clear_if_clean()
             self._lock.release()
 
     def abandon(self) -> None:

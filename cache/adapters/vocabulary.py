@@ -2,7 +2,7 @@
 
 import ctypes
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -103,11 +103,6 @@ class Vocabulary:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-
-def ids(tokens: Sequence[int]) -> str:
-    """Tokens of which nobody knows the text: `#1 #4093 #12`."""
-    return " ".join(f"#{token}" for token in tokens)
 
 
 def _library() -> Any:

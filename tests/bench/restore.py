@@ -21,7 +21,7 @@ from kvkeep.cache.adapters.attach import attach
 from kvkeep.cache.adapters.context import LiveContext
 from kvkeep.cache.adapters.session import Session
 from kvkeep.cache.match import Source
-from kvkeep.store.repository import DEFAULT_CAPACITY
+from kvkeep.store.space import DEFAULT_CAPACITY
 
 N_TOKENS = 2048
 _PLAIN = "state.bin"

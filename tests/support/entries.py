@@ -10,8 +10,9 @@ from kvkeep.store.frame import FrameHeader, Kind
 from kvkeep.store.hashing import Fingerprint, PrefixHash, blob_id, extend, prefix_of
 from kvkeep.store.namespaces import Namespace
 from kvkeep.store.nodes import NewNode
-from kvkeep.store.repository import NewEntry, Repository
+from kvkeep.store.repository import Repository
 from kvkeep.store.windows import NewWindow
+from kvkeep.store.writing import NewEntry
 
 FINGERPRINT = Fingerprint(bytes(range(32)))
 OTHER_FINGERPRINT = Fingerprint(bytes(range(32, 64)))

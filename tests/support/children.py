@@ -13,13 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from runner import Failed
 
 
-class ChildFailed(Exception):
+class ChildFailed(Failed):
     """A child ended with an error; its last words are in the text."""
 
 
-_FOLDERS = (Path(__file__).parent, Path(__file__).parent.parent / "support")
+
+def environment(file: str) -> dict[str, str]:
+    """That of a child which finds the modules beside its own file, and those here."""
+    folders = (Path(file).parent, Path(__file__).parent)
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
 
 
 def run(file: str, job: str, **arguments: Any) -> dict[str, Any]:
@@ -35,7 +40,7 @@ def run(file: str, job: str, **arguments: Any) -> dict[str, Any]:
         input=json.dumps(arguments),
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, _FOLDERS))},
+        env=environment(file),
     )
     if done.returncode != 0:
         raise ChildFailed(f"{Path(file).name} --child {job} ended with {done.returncode}:\n{done.stderr[-4000:]}")
@@ -55,5 +60,5 @@ def pages_at_hand(n_bytes: int) -> None:
 def serve(jobs: Mapping[str, Callable[..., dict[str, Any]]]) -> None:
     """The child's side: call this at the end of a bench's file, when it is run as a script."""
     if len(sys.argv) != 3 or sys.argv[1] != "--child":
-        sys.exit("run the benches with: python tests/bench/run.py")
+        sys.exit("run it with: python run.py, in the same folder")
     print(json.dumps(jobs[sys.argv[2]](**json.load(sys.stdin))))
