@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from synthetic import ATTENTION, HYBRID, RECURRENT, Made, fingerprint_of, window_model
 
+from kvkeep.cache import budget
+from kvkeep.cache.eviction import key_of
 from kvkeep.cache.prefix_cache import PrefixCache, token_bytes
 from kvkeep.cache.radix import common_tokens
 from kvkeep.cache.state import Form
 from kvkeep.store import checkpoints, nodes, windows
-from kvkeep.store.check import Trouble, check
+from kvkeep.store.check import ROWS_ONLY, Trouble, check
 from kvkeep.store.checkpoints import Checkpoint
+from kvkeep.store.compact import compact
 from kvkeep.store.entry import Entry
 from kvkeep.store.hashing import PrefixHash, chain
 from kvkeep.store.nodes import Node
@@ -68,6 +71,7 @@ class CacheLife(RuleBasedStateMachine):
         shutil.copytree(_empty_root(), self.path, dirs_exist_ok=True)
         self.open()
         self.known: list[list[int]] = [[]]
+        self.pinned: list[list[int]] = []
 
     def open(self) -> None:
         self.repository = open_root(self.path)
@@ -194,6 +198,99 @@ class CacheLife(RuleBasedStateMachine):
 
     def leads_to(self, chat: Sequence[int], entry: Entry) -> bool:
         return entry in self.cache.match(chat).entries
+
+    @rule(n_bytes=st.integers(1, 60_000))
+    def evict(self, n_bytes: int) -> None:
+        before = self.rows()
+        was_whole = self.unreachable() == 0
+        with self.repository.writing() as writing:
+            gone = budget.evict(writing, n_bytes)
+        assert set(before) - set(self.rows()) == set(gone)
+        enough = sum(budget.footprint(entry.stored_bytes) for entry in gone) >= n_bytes
+        pinned = self.pinned_rows()
+        # Either it was enough, or nothing is left but what is pinned and what that stands on.
+        assert enough or {key_of(entry) for entry in self.rows()} <= {key_of(entry) for entry in pinned} | self.below(pinned)
+        assert not set(gone) & set(pinned)
+        if was_whole:
+            assert self.unreachable() == 0, "leaves go first"
+
+    def below(self, entries: Sequence[Entry]) -> set[PrefixHash]:
+        """Keys of the nodes that others stand on."""
+        rows = {node.key: node for node in self.rows() if isinstance(node, Node)}
+        found: set[PrefixHash] = set()
+        for entry in entries:
+            at = entry.parent if isinstance(entry, Node) else entry.anchor
+            while at in rows and at not in found:
+                found.add(at)
+                at = rows[at].parent
+        return found
+
+    def unreachable(self) -> int:
+        return sum(finding.trouble is Trouble.UNREACHABLE for finding in check(self.repository, ROWS_ONLY))
+
+    def pinned_rows(self) -> list[Entry]:
+        """What is stored of the pinned prefixes, told without the index: by comparing tokens."""
+        prefixes = [tuple(prefix) for prefix in self.pinned]
+        borders = self.below_borders()
+        found = []
+        for row in self.rows():
+            if row.anchor not in borders:
+                continue
+            before, end = borders[row.anchor], (*borders[row.anchor], *numbers(row.path))
+            if isinstance(row, Checkpoint):
+                wanted = any(prefix[: len(end)] == end for prefix in prefixes)
+            else:
+                start = row.start if isinstance(row, Node) else len(before)
+                wanted = any(
+                    len(prefix) > start and (prefix[: len(end)] == end or end[: len(prefix)] == prefix) for prefix in prefixes
+                )
+            if wanted and self.is_reachable(row):
+                found.append(row)
+        return found
+
+    def is_reachable(self, row: Entry) -> bool:
+        rows = {node.key: node for node in self.rows() if isinstance(node, Node)}
+        at = row.key if isinstance(row, Node) else None
+        while at in rows:
+            at = rows[at].parent
+        return at in (None, ROOT)
+
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        prefix = data.draw(st.sampled_from(self.known))
+        if prefix:
+            assert self.cache.pin(prefix) is (prefix not in self.pinned)
+            self.pinned += [prefix] if prefix not in self.pinned else []
+
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        prefix = data.draw(st.sampled_from(self.known))
+        assert self.cache.unpin(prefix) is (prefix in self.pinned)
+        self.pinned = [other for other in self.pinned if other != prefix]
+
+    @rule()
+    def compact(self) -> None:
+        before = self.rows()
+        generation = self.repository.blobs.folder
+        done = compact(self.repository)
+        assert done.after_bytes <= done.before_bytes + (64 << 10)
+        assert self.rows() == before
+        assert self.repository.blobs.folder != generation
+
+    @rule()
+    def clear(self) -> None:
+        count = len(self.rows())
+        assert self.cache.clear() == count
+        assert self.rows() == []
+        self.pinned = []
+
+    @rule()
+    def die(self) -> None:
+        """As if the process had been killed: who comes next looks at everything."""
+        self.repository.report_damage("the test says so")
+        close_root(self.repository)
+        self.open()
+        assert self.repository.recovered == []
 
     @rule()
     def reopen(self) -> None:

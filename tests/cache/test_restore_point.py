@@ -467,7 +467,7 @@ def test_a_flip_in_a_row_never_gives_wrong_bytes_and_the_next_save_heals_it(begi
     with life.cache.repository.writing() as writing:
         writing.remove_damaged(life.entries())
         writing.sweep()
-        writing.remove([found.entry for found in check(life.cache.repository) if found.entry is not None])
+    life.cache.remove([found.entry for found in check(life.cache.repository) if found.entry is not None])
 
 
 # -- against a model ---------------------------------------------------------------------------------------------------
