@@ -16,6 +16,8 @@ from kvkeep.store.errors import StoreClosed
 # Copies that may wait. One long chat of a 7B model has 1 to 4 GB, and beside a busy generation the writer gets nothing,
 # so this is what the person may lose in memory. A single larger copy is taken all the same, alone.
 MAX_WAITING_BYTES = 1 << 30
+# How often an idle writer looks around.
+IDLE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +58,7 @@ class Writer:
     Args:
         failed: called with every exception of a job.
         dropped: called for every job that is given up because too much waits.
+        idle: called now and then while there is nothing to do; must not raise.
         max_waiting_bytes: bound of the queue.
         held: do nothing until `let_go`.
     """
@@ -65,11 +68,13 @@ class Writer:
         failed: Callable[[BaseException], None],
         dropped: Callable[[], None],
         *,
+        idle: Callable[[], object] = lambda: None,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         held: bool = False,
     ) -> None:
         self._failed = failed
         self._dropped = dropped
+        self._idle = idle
         self._max_waiting_bytes = max_waiting_bytes
         self._jobs: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -220,7 +225,11 @@ class Writer:
         return bool(self._jobs) or at_end()
 
     def _loop(self) -> None:
-        become_idle()
-        while self._step(lambda: self._closed, None):
-            # A flush may have lifted it.
+        while True:
+            # Again after each job: a flush may have lifted it.
             become_idle()
+            if self._step(lambda: self._closed, time.monotonic() + IDLE_SECONDS):
+                continue
+            if self._closed:
+                return
+            self._idle()

@@ -109,7 +109,7 @@ class Backing:
         self._identification: Identification | None = None
         self._next_recovery = 0.0
         # Saves wait until it is known whose they are.
-        self._writer = Writer(self._job_failed, self._job_dropped, held=True)
+        self._writer = Writer(self._job_failed, self._job_dropped, idle=self._look_around, held=True)
 
     def open(self, llm: Any, path: Path, wishes: Wishes, extra: str) -> None:
         """Open the store and begin to identify the model."""
@@ -137,6 +137,13 @@ class Backing:
     def _say_what_was_mended(self, repository: Repository) -> None:
         for sentence in repository.recovered:
             self._reporter.once(f"recovered: {sentence}", "%s", sentence)
+
+    def _look_around(self) -> None:
+        """Let go of blobs that others have compacted away: as long as they are open here, the disk doesn't get them back."""
+        if (repository := self.repository) is not None:
+            with self._reporter.border("looking around"):
+                repository.refresh()
+                repository.flush_touched()
 
     def look_after(self, error: BaseException) -> None:
         """Mend the store, behind, if an error says that a file itself is damaged."""

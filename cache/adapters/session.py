@@ -118,7 +118,11 @@ class Session:
                 handlers for images do; then the prompt shows stale numbers where the images are.
         """
         if not self._is_usable(llm):
-            return Match(length=0, prompt_tokens=len(prompt), reason=Reason.UNAVAILABLE, detail="the model is closed")
+            # Nothing but this: a forked child has the parent's locks as they were, maybe held by threads that it lacks.
+            forked = self._pid != os.getpid()
+            detail = "attached before a fork: attach again in this process" if forked else "the model is closed"
+            self.last = Match(length=0, prompt_tokens=len(prompt), reason=Reason.UNAVAILABLE, detail=detail)
+            return self.last
         with self._lock:
             try:
                 match = self._settle(llm, np.asarray(prompt, np.int32), handed_over)

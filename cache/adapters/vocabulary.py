@@ -16,6 +16,8 @@ from kvkeep.store.errors import UsageError
 from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.schema import file_digest
 
+# How SentencePiece writes a space. llama.cpp leaves it as it is where a vocabulary has no token for it but single bytes.
+_SPACE = "\u2581"
 # Longer than any piece of a vocabulary that was ever seen; longer ones are asked for again.
 _PIECE_BYTES = 128
 
@@ -79,7 +81,7 @@ class Vocabulary:
             tokens: little-endian int32. A letter of which only a part is there becomes U+FFFD.
         """
         pieces = (self._piece(token) for token in np.frombuffer(tokens, "<i4").tolist())
-        return b"".join(pieces).decode(errors="replace")
+        return b"".join(pieces).decode(errors="replace").replace(_SPACE, " ")
 
     def _piece(self, token: int) -> bytes:
         if not 0 <= token < self._size:

@@ -401,3 +401,15 @@ def test_flush_takes_over_the_job_that_the_idle_thread_is_in() -> None:
     assert [thread.name for thread in threads] == ["kvkeep-writer", threading.current_thread().name]
     assert failures == []
     writer.close()
+
+
+def test_an_idle_writer_looks_around_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvkeep.cache.writer.IDLE_SECONDS", 0.01)
+    looked, done = threading.Semaphore(0), threading.Event()
+    writer = Writer(print, print, idle=looked.release)
+    for _ in range(3):
+        assert looked.acquire(timeout=60)
+    writer.submit(Job.of(done.set))
+    assert done.wait(60)
+    assert looked.acquire(timeout=60)
+    writer.close()
