@@ -68,14 +68,15 @@ def _standing_on(connection: Connection, entry: Entry) -> list[Entry]:
     """Checkpoints and windows that are of no use without a leaf: they never outlive it. Whole states stand on nothing."""
     if not isinstance(entry, Node):
         return []
-    before = len(entry.path) - len(entry.tokens)
-    others = [node.path for node in nodes.slot(connection, entry.anchor) if node.id != entry.id]
     beside: list[Entry] = [*checkpoints.at(connection, entry.anchor), *windows.slots(connection, [entry.anchor])]
     above: list[Entry] = [*checkpoints.at(connection, entry.key), *windows.slots(connection, [entry.key])]
-    for other in beside:
-        in_it = len(other.path) > before and entry.path.startswith(other.path)
-        if in_it and not any(path.startswith(other.path) for path in others):
-            above.append(other)
+    if beside:
+        before = len(entry.path) - len(entry.tokens)
+        others = [node.path for node in nodes.slot(connection, entry.anchor) if node.id != entry.id]
+        for other in beside:
+            in_it = len(other.path) > before and entry.path.startswith(other.path)
+            if in_it and not any(path.startswith(other.path) for path in others):
+                above.append(other)
     return [other for other in above if not (isinstance(other, Checkpoint) and other.kind == Kind.OPAQUE)]
 
 

@@ -113,6 +113,7 @@ class Saver:
     def _blocks(self, caches: Sequence[Cells]) -> None:
         with self._writing.index.read() as connection:
             stored = nodes.by_keys(connection, self._borders[1:])
+            occupied = nodes.anchors(connection, self._borders)
         for i, key in enumerate(self._borders[1:]):
             self._pause()
             tokens = self._prompt.rest(i)
@@ -120,8 +121,9 @@ class Saver:
             known = stored.get(key)
             if known is None or not radix.is_block(known, self._borders[i], tokens, start):
                 self._node(caches, self._borders[i], self._borders[i], tokens, tokens, start)
-                # Behind it: a full batch is committed before the block is queued, and they must go with the block.
-                self._replace_pieces(self._borders[i], tokens, start)
+                if self._borders[i] in occupied:
+                    # Behind it: a full batch is committed before the block is queued, and they must go with the block.
+                    self._replace_pieces(self._borders[i], tokens, start)
             else:
                 self.passed.append(known)
 

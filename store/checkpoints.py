@@ -67,9 +67,16 @@ _ANCHORS = (
     .where(checkpoint.c.anchor.in_(bindparam("anchors", expanding=True)), checkpoint.c.seq_id == bindparam("seq"))
     .distinct()
 )
+_ALL_AT = select(*_FIELDS).where(checkpoint.c.anchor == bindparam("anchor"))
 _AT = select(*_FIELDS).where(checkpoint.c.anchor == bindparam("anchor"), checkpoint.c.seq_id == bindparam("seq"))
 _DEEPEST = _AT.where(checkpoint.c.path <= bindparam("path")).order_by(checkpoint.c.path.desc(), checkpoint.c.id).limit(1)
 _SAME_PATH = _AT.where(checkpoint.c.path == bindparam("path")).order_by(checkpoint.c.id)
+_FIND = select(*_FIELDS).where(
+    checkpoint.c.kind == bindparam("kind"),
+    checkpoint.c.seq_id == bindparam("seq"),
+    checkpoint.c.pos == bindparam("pos"),
+    checkpoint.c.prefix == bindparam("prefix"),
+)
 _OLDEST = select(*_FIELDS).order_by(checkpoint.c.used, checkpoint.c.pos.desc()).limit(bindparam("count"))
 
 
@@ -84,7 +91,7 @@ def anchors(connection: Connection, borders: Sequence[PrefixHash], seq_id: int) 
 
 def at(connection: Connection, anchor: PrefixHash) -> list[Checkpoint]:
     """Every checkpoint behind a block border, of any sequence."""
-    return [_checkpoint(row) for row in connection.execute(select(*_FIELDS).where(checkpoint.c.anchor == anchor))]
+    return [_checkpoint(row) for row in connection.execute(_ALL_AT, {"anchor": anchor})]
 
 
 def along(connection: Connection, anchor: PrefixHash, rest: bytes, seq_id: int) -> Iterator[Checkpoint]:
@@ -108,11 +115,7 @@ def along(connection: Connection, anchor: PrefixHash, rest: bytes, seq_id: int) 
 
 
 def find(connection: Connection, kind: Kind, seq_id: int, pos: int, prefix: PrefixHash) -> Checkpoint | None:
-    row = connection.execute(
-        select(*_FIELDS).where(
-            checkpoint.c.kind == kind, checkpoint.c.seq_id == seq_id, checkpoint.c.pos == pos, checkpoint.c.prefix == prefix
-        )
-    ).first()
+    row = connection.execute(_FIND, {"kind": kind, "seq": seq_id, "pos": pos, "prefix": prefix}).first()
     return _checkpoint(row) if row else None
 
 

@@ -348,6 +348,9 @@ def translated() -> Iterator[None]:
         yield
     except exc.SQLAlchemyError as error:
         raise _translation(str(getattr(error, "orig", error))) from error
+    except UnicodeDecodeError as error:
+        # A text that is none, where the driver doesn't expect it: in the schema, or in a message about it.
+        raise DamagedFile(f"the index failed: {error}") from error
 
 
 def _translation(said: str) -> KvkeepError:

@@ -5,11 +5,12 @@ empty         it was killed; LMDB's file is examined, and names are compared
 not empty     somebody met damage; the index is examined, too
 """
 
+import os
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 
-from kvkeep.store.private import make_private_file
+from kvkeep.store.private import make_private_file, sync_folder
 
 NAME = "in-use"
 
@@ -36,8 +37,10 @@ class Marker:
             return Ending.CLEAN
 
     def set(self) -> None:
-        """The root is in use now."""
-        make_private_file(self.path)
+        """The root is in use from now on. Durable, because a power cut kills as well."""
+        if not self.path.exists():
+            make_private_file(self.path)
+            sync_folder(self.path.parent)
 
     def report(self, sentence: str) -> None:
         """Damage was met: whoever opens the root alone next looks at everything."""
@@ -46,11 +49,12 @@ class Marker:
             self.set()
             self.path.write_text(sentence[:1000] + "\n", "utf-8")
 
-    def clear(self) -> None:
-        """The last user leaves; and nobody has met damage, or it is mended."""
-        self.path.unlink(missing_ok=True)
+    def mended(self) -> None:
+        """What was reported is mended, and the root is still in use."""
+        if self.read() is Ending.DAMAGED:
+            os.truncate(self.path, 0)
 
-    def clear_if_clean(self) -> None:
+    def clear(self) -> None:
         """The last user leaves. What was reported stays for the next one."""
         if self.read() is Ending.KILLED:
-            self.clear()
+            self.path.unlink(missing_ok=True)

@@ -79,6 +79,10 @@ _ABOVE = (
     select(*_FIELDS).where(node.c.anchor == bindparam("anchor"), node.c.path > bindparam("path")).order_by(node.c.path).limit(1)
 )
 _SLOT = select(*_FIELDS).where(node.c.anchor == bindparam("anchor")).order_by(node.c.path)
+_ANCHORS = select(node.c.anchor).where(node.c.anchor.in_(bindparam("anchors", expanding=True))).distinct()
+_CHILD = (
+    select(node.c.id).where(node.c.parent == bindparam("key"), node.c.id.not_in(bindparam("besides", expanding=True))).limit(1)
+)
 _child = node.alias("child")
 _IS_LEAF = ~exists().where(_child.c.parent == node.c.key)
 _OLD_LEAVES = select(*_FIELDS).where(_IS_LEAF).order_by(node.c.used, node.c.start.desc()).limit(bindparam("count"))
@@ -109,10 +113,17 @@ def slot(connection: Connection, anchor: PrefixHash) -> list[Node]:
     return [_node(row) for row in connection.execute(_SLOT, {"anchor": anchor})]
 
 
+def anchors(connection: Connection, borders: Sequence[PrefixHash]) -> set[PrefixHash]:
+    """Those of the block borders behind which anything is stored."""
+    found: set[PrefixHash] = set()
+    for piece in in_pieces(borders):
+        found.update(PrefixHash(anchor) for (anchor,) in connection.execute(_ANCHORS, {"anchors": piece}))
+    return found
+
+
 def has_children(connection: Connection, key: PrefixHash, besides: Sequence[int] = ()) -> bool:
     """Whether any node stands on this one, but for those with the ids `besides`."""
-    children = select(node.c.id).where(node.c.parent == key, node.c.id.not_in(besides)).limit(1)
-    return connection.execute(children).first() is not None
+    return connection.execute(_CHILD, {"key": key, "besides": besides}).first() is not None
 
 
 def oldest_leaves(connection: Connection, count: int) -> list[Node]:

@@ -93,11 +93,10 @@ class _Opening:
                 # Alone it is, then: as soon as the others are gone.
                 self._lock.exclude(OPEN_SECONDS)
                 alone = True
-        parts = self._alone() if alone else self._beside_others()
-        with suppress(OSError):
-            # Without it nothing is lost but a look, should this process be killed.
-            self._marker.set()
-        return self._shared(parts) if alone else parts
+        ending = self._marker.read()
+        # Before anything is changed.
+        self._marker.set()
+        return self._shared(self._alone(ending)) if alone else self._beside_others()
 
     def _is_current(self) -> bool:
         index = Index(self._path)
@@ -113,8 +112,7 @@ class _Opening:
             generation = generations.current(connection, self._root)
         return Parts(index, self._kept_blobs(index, generation, alone=False), generation)
 
-    def _alone(self) -> Parts:
-        ending = self._marker.read()
+    def _alone(self, ending: Ending) -> Parts:
         index = self._kept(self._sound_index(ending))
         recovery.remove_set_aside(self._path)
         self._take_budget(index)
@@ -124,7 +122,7 @@ class _Opening:
         generation, blobs = self._sound_blobs(index, generation, ending)
         if ending is not Ending.CLEAN or self._recovered:
             self._compare(index, blobs)
-        self._marker.clear()
+        self._marker.mended()
         return Parts(index, blobs, generation, self._recovered)
 
     def _shared(self, parts: Parts) -> Parts | None:

@@ -297,7 +297,7 @@ class Repository:
         if self._lock.try_exclude():
             # Where that fails, the next open looks more closely than it must.
             with suppress(OSError):
-                self._marker.clear_if_clean()
+                self._marker.clear()
             self._lock.release()
 
     def abandon(self) -> None:

@@ -27,6 +27,11 @@ _TABLE_OF: dict[type, Table] = {
     Checkpoint: checkpoint,
 }
 
+# Built once: building a statement takes longer than running it.
+_IS_THERE = {
+    kind: select(table.c.id).where(table.c.id == bindparam("row"), table.c.blob == bindparam("blob"))
+    for kind, table in _TABLE_OF.items()
+}
 _TOUCH = {
     table.name: update(table)
     .where(table.c.id == bindparam("row"))
@@ -49,9 +54,7 @@ def add(connection: Connection, namespace_id: int, new: Iterable[NewRow]) -> Non
 
 def is_there(connection: Connection, entry: Entry) -> bool:
     """Whether the row still is as it was read: ids are used again, so the blob is compared too."""
-    table = table_of(entry)
-    found = select(table.c.id).where(table.c.id == entry.id, table.c.blob == entry.blob)
-    return connection.execute(found).first() is not None
+    return connection.execute(_IS_THERE[type(entry)], {"row": entry.id, "blob": entry.blob}).first() is not None
 
 
 def table_of(entry: Entry | NewRow) -> Table:

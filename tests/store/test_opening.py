@@ -219,7 +219,15 @@ def wreck_index_pages(path: Path) -> None:
         overwrite(file, number * PAGE_BYTES, b"\x77")
 
 
-@pytest.mark.parametrize("damage", [wreck_header, wreck_index_pages, lambda path: os.truncate(path / INDEX_FILE, 5000)])
+def wreck_schema_text(path: Path) -> None:
+    """Names in the schema that aren't UTF-8 any more."""
+    file = path / INDEX_FILE
+    file.write_bytes(file.read_bytes().replace(b"ix_node_used", b"ix_nod\xd5_used").replace(b"n_tokens", b"n_tok\xffns"))
+
+
+@pytest.mark.parametrize(
+    "damage", [wreck_header, wreck_index_pages, wreck_schema_text, lambda path: os.truncate(path / INDEX_FILE, 5000)]
+)
 def test_an_index_that_cant_be_read_is_rebuilt(filled: Path, damage: Callable[[Path], None]) -> None:
     damage(filled)
     Marker(filled).report("it was met")
