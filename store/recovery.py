@@ -74,23 +74,22 @@ def _copy(index: Index, table: Table, rows: Iterator[_Row]) -> None:
 
 def _readable(damaged: Path, table: Table) -> Iterator[_Row]:
     """Rows of a damaged database, from both ends up to where it can't be read."""
-    columns = ", ".join(f'"{column.name}"' for column in table.columns)
+    names = [column.name for column in table.columns]
+    # With the table's name before it, because SQLite takes a quoted name that is no column for a text.
+    columns = ", ".join(f'"{table.name}"."{name}"' for name in names)
     with closing(sqlite3.connect(f"{damaged.as_uri()}?mode=ro", uri=True)) as connection:
-        connection.row_factory = sqlite3.Row
         connection.text_factory = lambda text: text.decode("utf-8", "replace")
         seen: set[Any] = set()
         for order in ("ASC", "DESC"):
-            try:
-                for row in connection.execute(
-                    f'SELECT rowid AS "the rowid", {columns} FROM "{table.name}" ORDER BY rowid {order}'
+            # An error is as far as it can be read from this end.
+            with suppress(sqlite3.Error, UnicodeDecodeError):
+                for number, *values in connection.execute(
+                    f'SELECT rowid, {columns} FROM "{table.name}" ORDER BY rowid {order}'
                 ):
-                    if row["the rowid"] in seen:
+                    if number in seen:
                         break
-                    seen.add(row["the rowid"])
-                    yield {column.name: row[column.name] for column in table.columns}
-            except sqlite3.Error:
-                # That is as far as it can be read from this end.
-                continue
+                    seen.add(number)
+                    yield dict(zip(names, values, strict=True))
 
 
 def mend(index: Index) -> int:
