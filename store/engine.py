@@ -242,11 +242,20 @@ class Index:
         return None if found == "ok" else found
 
     def revision(self) -> str | None:
-        """The schema's revision, or None in an empty database."""
+        """The schema's revision, or None in an empty database.
+
+        Raises:
+            DamagedFile: it is no database, or doesn't say.
+        """
         with self.read() as connection:
-            if not inspect(connection).has_table("alembic_version"):
+            tables = inspect(connection).get_table_names()
+            if not tables:
                 return None
-            found: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+            if "alembic_version" not in tables:
+                raise DamagedFile(f"{self.path} has tables, and no word about its schema")
+            found: object = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+            if not isinstance(found, str):
+                raise DamagedFile(f"{self.path} says {found!r} about its schema")
             return found
 
     def is_current(self) -> bool:
@@ -259,6 +268,9 @@ class Index:
         if found == REVISION:
             return True
         if found is not None and found not in _known_revisions():
+            if self._pragma("user_version") != release_number(found):
+                # Written twice, because one flipped bit would otherwise end a store that is sound.
+                raise DamagedFile(f"{self.path} names a schema {found!r} that it doesn't have")
             raise TooNew(
                 f"{self.path} has schema {found}, which is newer than schema {REVISION} of this kvkeep: update kvkeep, "
                 "or name another folder"
@@ -276,6 +288,7 @@ class Index:
         try:
             with self.write() as connection:
                 upgrade(connection)
+                connection.exec_driver_sql(f"PRAGMA user_version={release_number(REVISION)}")
                 reached(Step.MIGRATE_CHANGED)
             reached(Step.MIGRATE_COMMITTED)
         except KvkeepError:
@@ -297,6 +310,15 @@ class Index:
     def abandon(self) -> None:
         """In a forked child: forget the connections without closing them, for they are the parent's."""
         self._engine.dispose(close=False)
+
+
+def release_number(revision: str) -> int:
+    """A release as one number, 1002003 for 1.2.3, or -1 if it is none."""
+    parts = revision.split(".")
+    if len(parts) != 3 or not all(part.isdecimal() and part.isascii() and len(part) <= 3 for part in parts):
+        return -1
+    major, minor, patch = (int(part) for part in parts)
+    return (major * 1000 + minor) * 1000 + patch
 
 
 def _interrupt_behind(error: BaseException) -> BaseException | None:

@@ -279,7 +279,7 @@ def test_a_failing_store_is_logged_once_and_counted(
     dense: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from kvkeep.store.errors import DiskFull
-    from kvkeep.store.repository import Writing
+    from kvkeep.store.writing import Writing
 
     def full(*args: object, **kwargs: object) -> None:
         raise DiskFull("no room")

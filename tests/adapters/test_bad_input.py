@@ -183,6 +183,7 @@ def newer_schema(path: Path) -> None:
     close_root(open_root(path))
     with sqlite3.connect(path / "index.sqlite3") as connection:
         connection.execute("UPDATE alembic_version SET version_num = '97.1.0'")
+        connection.execute("PRAGMA user_version=97001000")
     connection.close()
 
 

@@ -197,6 +197,7 @@ def test_newer_schema_is_refused_with_both_versions(tmp_path: Path) -> None:
     index = Index(tmp_path / "root" / "index.sqlite3")
     with index.write() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '99.0.0'"))
+        connection.exec_driver_sql("PRAGMA user_version=99000000")
     index.close()
     with pytest.raises(TooNew) as caught:
         open_root(tmp_path / "root")

@@ -291,6 +291,24 @@ def test_meeting_a_value_that_cant_be_is_remembered_for_the_next_open(filled: Pa
         assert n_nodes(repository) == 7
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE alembic_version SET version_num = '0.7.0'",
+        "UPDATE alembic_version SET version_num = 'x.y'",
+        "UPDATE alembic_version SET version_num = x'ff'",
+        "DELETE FROM alembic_version",
+        "ALTER TABLE alembic_version RENAME TO alembic_wersion",
+    ],
+)
+def test_a_schema_that_cant_be_is_damage_and_no_newer_one(filled: Path, statement: str) -> None:
+    change(filled, statement)
+    with opened(filled) as repository:
+        assert repository.recovered
+        assert n_nodes(repository) == 8
+        assert check(repository) == []
+
+
 @pytest.mark.parametrize("generation", [0, -5, 1 << 62])
 def test_a_generation_that_cant_be_is_damage(filled: Path, generation: int) -> None:
     change(filled, f"INSERT INTO setting VALUES ('{settings.GENERATION}', {generation})")

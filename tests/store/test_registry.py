@@ -102,6 +102,7 @@ def test_refused_open_leaves_no_file_open(root: Path) -> None:
     repository = open_root(root)
     with repository.index.write() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '99.0.0'")
+        connection.exec_driver_sql("PRAGMA user_version=99000000")
     close_root(repository)
     with pytest.raises(TooNew):
         open_root(root)
