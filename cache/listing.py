@@ -333,7 +333,7 @@ def _standing_first(entry: Entry) -> tuple[bool, int]:
 
 def _add_figures(connection: Connection, found: Listing) -> None:
     """Bytes, hits and pins of every run."""
-    hits = _hits(connection)
+    hits = rows.hits(connection)
     pinned = pinned_keys(connection)
     beside: dict[int, int] = defaultdict(int)
     for entry, holders in found.shared:
@@ -344,12 +344,3 @@ def _add_figures(connection: Connection, found: Listing) -> None:
         run.path_bytes = below + run.own_bytes + beside[id(run)]
         run.hits = max(hits.get((type(entry), entry.id), 0) for entry in run.entries)
         run.pinned = any(key_of(entry) in pinned for entry in run.entries)
-
-
-def _hits(connection: Connection) -> dict[tuple[type[Entry], int], int]:
-    """How often each entry was restored."""
-    found: dict[tuple[type[Entry], int], int] = {}
-    for kind, table in zip((Node, Window, Checkpoint), rows.TABLES, strict=True):
-        for number, count in connection.execute(table.select().with_only_columns(table.c.id, table.c.hits)):
-            found[(kind, number)] = count
-    return found

@@ -69,22 +69,27 @@ class BlobStore:
         with disk_errors(f"preparing {folder}"):
             make_private_folder(folder)
             self._extend_to_map()
+        self._durable = durable
+        self._env = self._opened()
+        with disk_errors(f"making {folder} private"):
+            for file in (folder / DATA_FILE, folder / LOCK_FILE):
+                file.chmod(0o600)
+
+    def _opened(self) -> lmdb.Environment:
         with _translated():
-            self._env = lmdb.open(
-                str(folder),
-                map_size=self.map_bytes,
+            env = lmdb.open(
+                str(self.folder),
+                map_size=self._limit,
                 max_readers=MAX_READERS,
                 mode=0o600,
                 # Read-ahead is off in LMDB's advice for data larger than memory; a restore reads whole values in a
                 # row, and a cold page cache is the case that people wait for, so it stays on.
                 readahead=True,
                 meminit=False,
-                sync=durable,
+                sync=self._durable,
             )
-            self._env.reader_check()
-        with disk_errors(f"making {folder} private"):
-            for file in (folder / DATA_FILE, folder / LOCK_FILE):
-                file.chmod(0o600)
+            env.reader_check()
+        return env
 
     @staticmethod
     def is_too_short(folder: Path, map_bytes: int) -> bool:
@@ -112,13 +117,15 @@ class BlobStore:
                     try:
                         txn = self._env.begin(write=True) if write else self._env.begin(buffers=True)
                     except lmdb.MapResizedError:
-                        pass
+                        change = self._adopt_size
+                    except lmdb.PanicError:
+                        change = self._open_again
                     else:
                         with txn:
                             yield txn
                         return
-                self._adopt_size()
-        raise StoreError(f"the map of {self.folder} is grown by other processes faster than this one can follow")
+                change()
+        raise StoreError(f"{self.folder} can't be read: its map is grown, or fails, faster than this process can follow")
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -139,6 +146,16 @@ class BlobStore:
         with self._ended:
             if self._ended.wait_for(lambda: self._active == 0, _RESIZE_SECONDS):
                 self._env.set_mapsize(0)
+
+    def _open_again(self) -> None:
+        """After a write of LMDB's own has failed, as on a full disk: it refuses everything from then on.
+
+        Nothing is damaged: what was committed before is whole.
+        """
+        with self._ended:
+            if self._ended.wait_for(lambda: self._active == 0, _RESIZE_SECONDS) and not self._retired:
+                self._env.close()
+                self._env = self._opened()
 
     def limit(self, n_bytes: int) -> None:
         """Let the file grow to this size and no further; never beyond the map.
@@ -250,7 +267,6 @@ _DAMAGED = (
     lmdb.CorruptedError,
     lmdb.PageNotFoundError,
     lmdb.InvalidError,
-    lmdb.PanicError,
     lmdb.VersionMismatchError,
     lmdb.CursorFullError,
     lmdb.PageFullError,

@@ -120,6 +120,7 @@ def compact(repository: Repository, progress: Progress = lambda n_bytes: None) -
         before = repository.disk_bytes
         live = _rewrite(repository, progress)
         repository.index.shrink()
+        repository.index.empty_log()
         reached(Step.COMPACT_DONE)
         return Compacted(before, repository.disk_bytes, live)
 

@@ -42,6 +42,11 @@ def get(connection: Connection, stamp: FileStamp) -> bytes | None:
     return found
 
 
+def paths(connection: Connection) -> list[str]:
+    """Every file whose digest is remembered, whether or not it is still the same."""
+    return list(connection.execute(select(file_digest.c.path)).scalars())
+
+
 def put(connection: Connection, stamp: FileStamp, digest: bytes) -> None:
     values = asdict(stamp) | {"digest": digest}
     connection.execute(insert(file_digest).values(values).on_conflict_do_update(index_elements=["path"], set_=values))

@@ -52,6 +52,9 @@ _PRAGMAS = (
     # and those others were deleted right behind it: chats that were stored long ago would be gone too.
     "PRAGMA synchronous=FULL",
     "PRAGMA foreign_keys=ON",
+    # What is deleted is overwritten in the pages that are written anyway; the others go with a compaction. So `rm` and
+    # `compact` together leave nothing of a chat on the disk.
+    "PRAGMA secure_delete=FAST",
     f"PRAGMA busy_timeout={int(BUSY_SECONDS * 1000)}",
 )
 
@@ -62,6 +65,8 @@ class Index:
     def __init__(self, path: Path, space: Space | None = None) -> None:
         self.path = path
         self.space = space or Space(DEFAULT_CAPACITY)
+        if path.is_dir():
+            raise NotARoot(f"{path} is a folder; a file is needed")
         try:
             make_private_file(path)
         except OSError as error:
@@ -359,7 +364,8 @@ _MEANINGS: tuple[tuple[str, type[KvkeepError]], ...] = (
     ("no such table", DamagedFile),
     ("no such column", DamagedFile),
     ("readonly database", NotARoot),
-    ("unable to open database file", NotARoot),
+    # No folder, no rights, or no room for the log; SQLite doesn't say which.
+    ("unable to open database file", StoreError),
 )
 
 

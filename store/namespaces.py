@@ -143,7 +143,7 @@ def _usage(connection: Connection, row: RowMapping) -> Usage:
     return Usage(
         fingerprint=Fingerprint(row["fingerprint"]),
         label=row["label"],
-        ingredients=json.loads(row["ingredients"]),
+        ingredients=_ingredients(row["ingredients"]),
         blocks=int(nodes[1]),
         tails=int(nodes[0] - nodes[1]),
         checkpoints=int(points[0]),
@@ -154,6 +154,16 @@ def _usage(connection: Connection, row: RowMapping) -> Usage:
         created=row["created"],
         used=row["used"],
     )
+
+
+def _ingredients(text: str) -> dict[str, str]:
+    try:
+        found = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise DamagedFile(f"a namespace's ingredients are no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise DamagedFile(f"a namespace's ingredients are no object, but {type(found).__name__}")
+    return {str(name): str(value) for name, value in found.items()}
 
 
 def _count(connection: Connection, table: Table, namespace_id: int) -> tuple[int, int, int]:

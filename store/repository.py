@@ -1,5 +1,6 @@
 """One root folder, open in this process: who reads, who writes, and which blobs count."""
 
+import math
 import os
 import threading
 import time
@@ -13,7 +14,7 @@ from kvkeep.store import generations, namespaces, rows, settings
 from kvkeep.store.blobs import BlobReader, BlobStore
 from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
-from kvkeep.store.errors import DamagedFile, NotARoot, StoreClosed, StoreError
+from kvkeep.store.errors import DamagedFile, KvkeepError, NotARoot, StoreClosed, StoreError
 from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.locks import SharedLock, exclusive
 from kvkeep.store.marker import Marker
@@ -27,8 +28,23 @@ from kvkeep.store.writing import Writing
 CLOSE_SECONDS = 60.0
 # A save that can't get the writer's lock in this time is dropped and counted.
 WRITE_SECONDS = 20.0
+# How long nobody tries to open anew what couldn't be opened.
+TRY_AGAIN_SECONDS = 5.0
 # How often a snapshot is taken anew because the blobs were compacted in the middle of it.
 _TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """It was closed to be mended, and couldn't be opened again.
+
+    Attributes:
+        error: why not.
+        until: not tried again before then, in monotonic seconds.
+    """
+
+    error: KvkeepError
+    until: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +79,7 @@ class Repository:
         self.path = path
         self._pid = os.getpid()
         self._closed = False
+        self._lost: _Lost | None = None
         self._touched: dict[tuple[str, int], _Touch] = {}
         self._held: Counter[PrefixHash] = Counter()
         self._touching = threading.Lock()
@@ -107,6 +124,10 @@ class Repository:
         """Keep the environment open: reading from a map that is gone ends the process."""
         with self._left:
             self._check_open()
+            if self._lost is not None:
+                if time.monotonic() < self._lost.until:
+                    raise type(self._lost.error)(str(self._lost.error))
+                self._find_again()
             self._users += 1
         try:
             yield
@@ -265,19 +286,26 @@ class Repository:
         Mends nothing as long as other processes have it open; then the next one to come alone does it.
 
         Raises:
-            KvkeepError: it can't be opened any more, and is closed.
+            KvkeepError: it can't be opened now. It is tried again as soon as somebody wants it.
         """
         with self._left:
             self._check_open()
-            self._closed = True
-            idle = self._left.wait_for(lambda: self._users == 0, CLOSE_SECONDS)
-        if not idle:
-            self._closed = False
-            return []
-        self._shut()
-        self._take(open_parts(self.path, self._lock, self.capacity_bytes))
-        self._closed = False
+            self._lost = _Lost(StoreError(f"{self.path} is being opened anew"), math.inf)
+            if not self._left.wait_for(lambda: self._users == 0, CLOSE_SECONDS):
+                self._lost = None
+                return []
+            self._shut()
+            self._find_again()
         return self.recovered
+
+    def _find_again(self) -> None:
+        """Open what couldn't be opened before, as on a disk that was full. The caller holds `_left`."""
+        try:
+            self._take(open_parts(self.path, self._lock, self.capacity_bytes))
+        except KvkeepError as error:
+            self._lost = _Lost(error, time.monotonic() + TRY_AGAIN_SECONDS)
+            raise
+        self._lost = None
 
     def _shut(self) -> None:
         self.blobs.close()

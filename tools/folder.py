@@ -1,4 +1,4 @@
-"""Opening a store to look at it. Looking never creates one."""
+"""Opening a store for a command. Looking never creates one."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,15 +12,19 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def opened(path: Path) -> "Iterator[Repository | None]":
+def opened(path: Path, *, create: bool = False) -> "Iterator[Repository | None]":
     """The store at `path`, or None if that folder doesn't exist or holds none.
+
+    Args:
+        path: the folder.
+        create: make a store there instead, because something is to be written into it.
 
     Raises:
         NotARoot: the path is a file, or can't be read.
     """
     from kvkeep.store.registry import close_root, open_root  # sqlalchemy takes 0.15 s to import
 
-    if not _holds_a_store(path):
+    if not _holds_a_store(path) and not create:
         yield None
         return
     repository = open_root(path)

@@ -5,9 +5,14 @@ from typing import Any
 import click
 
 from kvkeep.store.errors import KvkeepError
-from kvkeep.tools.check import check
+from kvkeep.tools.budget import budget
+from kvkeep.tools.compact import compact
 from kvkeep.tools.demo import demo
+from kvkeep.tools.ls import ls
+from kvkeep.tools.pin import pin, unpin
+from kvkeep.tools.rm import rm
 from kvkeep.tools.stats import stats
+from kvkeep.tools.verify import verify
 
 # What a shell reports for a command that Ctrl-C ended: 128 and the signal's number.
 INTERRUPTED = 130
@@ -32,7 +37,7 @@ class Border(click.Group):
 _HELP = """Look after the llama.cpp states that kvkeep keeps on disk.
 
 Assistants built on llama-cpp-python keep them with kvkeep.cache.attach(llm), and are warm again after a restart. The
-folder can be looked at and checked while they run. New here? Begin with: kvkeep demo
+folder can be looked at and cared for while they run. New here? Begin with: kvkeep demo
 """
 _EXIT_CODES = """\b
 Exit codes:
@@ -42,7 +47,9 @@ Exit codes:
    11  the path can't hold a store
    12  other processes keep it locked
    22  a newer kvkeep wrote it
-   30  it is damaged
+   30  something in it is damaged
+   34  a file itself is damaged
+   5x  there is no room: 52 on the disk, else in the budget
   130  interrupted
 """
 
@@ -53,5 +60,5 @@ def main() -> None:
     """The `kvkeep` command."""
 
 
-for command in (check, demo, stats):
+for command in (budget, compact, demo, ls, pin, rm, stats, unpin, verify):
     main.add_command(command)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from kvkeep.cache.paths import VARIABLE, default_root, resolve_root
+from kvkeep.store.errors import UsageError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -46,6 +47,30 @@ def own_path_option(help_text: str) -> Callable[[Function], Function]:
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")
 """`--json`. The command gets `as_json: bool`, and prints with `print_json`."""
+
+
+model_option = click.option(
+    "--model", metavar="TEXT", help="Only this model: its label, or the beginning of its fingerprint (see kvkeep stats)."
+)
+"""`--model TEXT`. The command gets `model: str | None`, for `kvkeep.tools.choice.chosen_spaces`."""
+
+dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+"""`--dry-run`. The command gets `dry_run: bool`."""
+
+
+def gguf_file(option: str, given: str) -> Path:
+    """The GGUF file that an option names, looked at before anything is done with it.
+
+    Raises:
+        UsageError: there is none.
+    """
+    path = Path(given).expanduser()
+    if not path.is_file():
+        raise UsageError(f"{option} names a GGUF file; {path} {'is a folder' if path.is_dir() else 'does not exist'}")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise UsageError(f"{option} names a GGUF file; {path} is none")
+    return path.absolute()
 
 
 def print_json(document: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """`kvkeep stats`: what the cache folder holds."""
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +11,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from kvkeep.tools.budget import Limits, limits_of
 from kvkeep.tools.console import make_console
 from kvkeep.tools.folder import nothing_there, opened
 from kvkeep.tools.options import json_option, path_option, print_json
-from kvkeep.tools.words import ago, plural, size
+from kvkeep.tools.words import ago, clean, lasting, plural, size
 
 if TYPE_CHECKING:
     from kvkeep.store.namespaces import Usage
@@ -26,13 +27,25 @@ _SUMS = ("blocks", "tails", "checkpoints", "windows", "tokens", "stored_bytes", 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a folder holds. `schema_revision` and `capacity_bytes` are None where there is no store."""
+    """What a folder holds. `schema_revision` and `limits` are None where there is no store.
+
+    Attributes:
+        path: the folder.
+        schema_revision: of its index.
+        limits: what it keeps to.
+        disk_bytes: what it takes.
+        free_bytes: what its file system has, the reserve included.
+        pins: how many prefixes are pinned.
+        models: what it holds of each model.
+    """
 
     path: Path
-    schema_revision: str | None
-    capacity_bytes: int | None
-    disk_bytes: int
-    models: "list[Usage]"
+    schema_revision: str | None = None
+    limits: Limits | None = None
+    disk_bytes: int = 0
+    free_bytes: int | None = None
+    pins: int = 0
+    models: "list[Usage]" = field(default_factory=list)
 
     @property
     def exists(self) -> bool:
@@ -63,21 +76,36 @@ def survey(path: Path) -> Holdings:
     """What the folder at `path` holds."""
     with opened(path) as repository:
         if repository is None:
-            return Holdings(path, None, None, 0, [])
+            return Holdings(path)
+        from kvkeep.store import pins
         from kvkeep.store.namespaces import usage
+        from kvkeep.store.space import Disk
 
         with repository.rows() as connection:
-            models = usage(connection)
-        return Holdings(path, repository.index.revision(), repository.capacity_bytes, repository.disk_bytes, models)
+            models, n_pins = usage(connection), len(pins.every(connection))
+        return Holdings(
+            path,
+            repository.index.revision(),
+            limits_of(repository),
+            repository.disk_bytes,
+            Disk.of(repository.path).free,
+            n_pins,
+            models,
+        )
 
 
 def _document(holdings: Holdings) -> dict[str, Any]:
+    limits = holdings.limits
     return {
         "path": str(holdings.path),
         "exists": holdings.exists,
         "schema_revision": holdings.schema_revision,
-        "capacity_bytes": holdings.capacity_bytes,
+        "capacity_bytes": None if limits is None else limits.capacity_bytes,
         "disk_bytes": holdings.disk_bytes,
+        "reserve_bytes": None if limits is None else limits.reserve_bytes,
+        "free_bytes": holdings.free_bytes,
+        "lifetime_seconds": None if limits is None else limits.lifetime_seconds,
+        "pins": holdings.pins,
         "totals": {name: holdings.total(name) for name in _SUMS},
         "models": [_model_document(model) for model in holdings.models],
     }
@@ -97,9 +125,20 @@ def _show(console: Console, holdings: Holdings) -> None:
         console.print("", _table(holdings), "", sep="\n")
     else:
         console.print("The store is empty: no model has kept anything there yet.")
-    assert holdings.capacity_bytes is not None
-    share = holdings.disk_bytes / holdings.capacity_bytes
-    console.print(f"On disk: {size(holdings.disk_bytes)} of {size(holdings.capacity_bytes)} allowed ({share:.1%}).")
+    _show_disk(console, holdings)
+
+
+def _show_disk(console: Console, holdings: Holdings) -> None:
+    assert holdings.limits is not None
+    assert holdings.free_bytes is not None
+    limits, used = holdings.limits, holdings.disk_bytes
+    share = used / limits.capacity_bytes
+    console.print(f"On disk: {size(used)} of {size(limits.capacity_bytes)} allowed ({share:.1%}).")
+    console.print(f"Free:    {size(holdings.free_bytes)}, of which {size(limits.reserve_bytes)} are left to others.")
+    if limits.lifetime_seconds:
+        console.print(f"Kept:    {lasting(limits.lifetime_seconds)} after it was last used.")
+    if holdings.pins:
+        console.print(f"Pinned:  {plural(holdings.pins, 'prefix', 'prefixes')}.")
 
 
 def _table(holdings: Holdings) -> Table:
@@ -121,7 +160,7 @@ def _table(holdings: Holdings) -> Table:
 
 def _row(model: "Usage") -> tuple[str, ...]:
     return (
-        f"{model.label}\n{model.fingerprint.hex()[:_SHORT_FINGERPRINT]}",
+        f"{clean(model.label)}\n{model.fingerprint.hex()[:_SHORT_FINGERPRINT]}",
         f"{model.blocks:,}",
         f"{model.tails:,}",
         f"{model.checkpoints:,}",

@@ -1,4 +1,4 @@
-"""Making a quiet `Llama` for the `kvkeep` command, and what llama.cpp says about one. Nothing of the cache is in here."""
+"""llama-cpp-python for the `kvkeep` command, and what llama.cpp says about a model. Nothing of the cache is in here."""
 
 from typing import Any
 
@@ -15,21 +15,26 @@ def load_llama(path: str, **options: Any) -> Any:
     Raises:
         UsageError: llama-cpp-python isn't installed or doesn't start, or the model can't be loaded.
     """
-    Llama = _llama_class()  # noqa: N806 - a class
+    llama_cpp = llama_library()
     try:
-        return Llama(path, verbose=False, **options)
+        return llama_cpp.Llama(path, verbose=False, **options)
     except (ValueError, RuntimeError, OSError) as error:
         raise UsageError(f"the model {path} can't be loaded: {error}") from error
 
 
-def _llama_class() -> Any:
+def llama_library() -> Any:
+    """The module `llama_cpp`.
+
+    Raises:
+        UsageError: it isn't installed, or doesn't load.
+    """
     try:
-        from llama_cpp import Llama
+        import llama_cpp
     except ImportError as error:
         raise UsageError("llama-cpp-python isn't installed: pip install 'kvkeep[llama]'") from error
     except (OSError, RuntimeError) as error:
         raise UsageError(f"llama-cpp-python is installed, but its library doesn't load: {error}") from error
-    return Llama
+    return llama_cpp
 
 
 def usable_context(llm: Any) -> int:

@@ -4,17 +4,16 @@ import ctypes
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
+from kvkeep.cache.adapters.loading import llama_library
 from kvkeep.cache.fingerprint import Ingredients, combine, model_files
 from kvkeep.store import digests
 from kvkeep.store.digests import FileStamp
 from kvkeep.store.engine import Connection
 from kvkeep.store.errors import UsageError
 from kvkeep.store.hashing import Fingerprint
-from kvkeep.store.schema import file_digest
 
 # How SentencePiece writes a space. llama.cpp leaves it as it is where a vocabulary has no token for it but single bytes.
 _SPACE = "\u2581"
@@ -46,7 +45,7 @@ def find_file(connection: Connection, fingerprint: Fingerprint, fields: dict[str
 def _unchanged(connection: Connection) -> dict[str, bytes]:
     """Digests of the model files that are remembered and still have the same stamp."""
     found: dict[str, bytes] = {}
-    for (path,) in connection.execute(file_digest.select().with_only_columns(file_digest.c.path)):
+    for path in digests.paths(connection):
         try:
             digest = digests.get(connection, FileStamp.of(path))
         except (OSError, ValueError):
@@ -64,7 +63,7 @@ class Vocabulary:
     """
 
     def __init__(self, path: str) -> None:
-        self._llama = _library()
+        self._llama = llama_library()
         parameters = self._llama.llama_model_default_params()
         parameters.vocab_only = True
         with _silence():
@@ -105,16 +104,6 @@ class Vocabulary:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
-
-
-def _library() -> Any:
-    try:
-        import llama_cpp
-    except ImportError as error:
-        raise UsageError("llama-cpp-python isn't installed: pip install 'kvkeep[llama]'") from error
-    except (OSError, RuntimeError) as error:
-        raise UsageError(f"llama-cpp-python is installed, but its library doesn't load: {error}") from error
-    return llama_cpp
 
 
 @contextmanager

@@ -294,8 +294,9 @@ def test_a_long_chat_with_a_thousand_forks_is_listed(loose: Repository) -> None:
         for node in list(nodes.every(connection)):
             connection.execute(
                 text(
-                    "INSERT INTO node (namespace_id, key, parent, anchor, path, start, n_tokens, blob, stored_bytes, plain_bytes, "
-                    "created, used) VALUES (:space, randomblob(32), :parent, :parent, :path, :start, 1, :blob, 1, 1, 0, 0)"
+                    "INSERT INTO node (namespace_id, key, parent, anchor, path, start, n_tokens, blob, stored_bytes, "
+                    "plain_bytes, created, used) "
+                    "VALUES (:space, randomblob(32), :parent, :parent, :path, :start, 1, :blob, 1, 1, 0, 0)"
                 ),
                 {
                     "space": node.namespace_id,

@@ -1,15 +1,24 @@
-"""A folder as an assistant leaves it behind, and the command in this process and in one of its own."""
+"""Folders as assistants leave them behind, and the command in this process and in one of its own."""
 
+import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click.testing
 import llamas
 import pytest
+from synthetic import ATTENTION, Made, random_tokens
 
 from kvkeep.cache import attach
+from kvkeep.cache.prefix_cache import PrefixCache
+from kvkeep.store import rows
+from kvkeep.store.registry import close_root, open_root
+from kvkeep.store.repository import Repository
+from kvkeep.store.schema import setting
 from kvkeep.tools.main import main
 
 PROMPT_TOKENS = 200
@@ -55,3 +64,56 @@ def breakable(tmp_path: Path, dense: str) -> Path:
     path = tmp_path / "breakable"
     fill(path, dense)
     return path
+
+
+# -- chats of a model that doesn't exist -------------------------------------------------------------------------------
+
+SYSTEM = random_tokens(64)
+CHATS = [[*SYSTEM, *random_tokens(30, seed=seed)] for seed in (1, 2, 3)]
+"""Three chats under one system prompt of four blocks of 16 tokens."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Repository]:
+    """The store there."""
+    repository = open_root(path)
+    try:
+        yield repository
+    finally:
+        close_root(repository)
+
+
+def keep(path: Path, *chats: Sequence[int], made: Made = ATTENTION, name: str = "model") -> None:
+    """Keep the states of chats there."""
+    with opened(path) as repository:
+        cache = PrefixCache(repository, made.identity(name), block_tokens=16)
+        for tokens in chats:
+            cache.save(tokens, made.state(tokens), points=[made.point(tokens[:70])] if made.tensor_bytes else [])
+
+
+@pytest.fixture
+def chats(root: Path) -> Path:
+    """A store that holds `CHATS`, and is checked afterwards."""
+    keep(root, *CHATS)
+    return root
+
+
+def listed(kvkeep: Kvkeep, path: Path, *arguments: object) -> list[dict[str, Any]]:
+    """The prefixes that `kvkeep ls` shows, the last used first."""
+    found: list[dict[str, Any]] = json.loads(kvkeep("ls", "--path", path, "--json", *arguments).stdout)["prefixes"]
+    return found
+
+
+def id_of(kvkeep: Kvkeep, path: Path, number: int = 0) -> str:
+    """The id of one of them, as people type it."""
+    return str(listed(kvkeep, path)[number]["id"][:8])
+
+
+def held_by(path: Path) -> tuple[list[Any], dict[str, int], set[bytes]]:
+    """Everything that a store holds: rows, settings, names of blobs."""
+    with opened(path) as repository, repository.snapshot() as snapshot:
+        return (
+            list(rows.every(snapshot.connection)),
+            dict(map(tuple, snapshot.connection.execute(setting.select()))),
+            set(snapshot.blobs.ids()),
+        )

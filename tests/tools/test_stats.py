@@ -12,11 +12,23 @@ from restart import run_child
 
 from kvkeep.cache import attach
 from kvkeep.store.schema import REVISION
-from kvkeep.store.space import DEFAULT_CAPACITY
+from kvkeep.store.space import DEFAULT_CAPACITY, Disk
 
 Kvkeep = Callable[..., Any]
 
-KEYS = ["path", "exists", "schema_revision", "capacity_bytes", "disk_bytes", "totals", "models"]
+KEYS = [
+    "path",
+    "exists",
+    "schema_revision",
+    "capacity_bytes",
+    "disk_bytes",
+    "reserve_bytes",
+    "free_bytes",
+    "lifetime_seconds",
+    "pins",
+    "totals",
+    "models",
+]
 MODEL_KEYS = {
     "fingerprint",
     "label",
@@ -96,8 +108,10 @@ def test_one_row_says_everything(kvkeep: Kvkeep, filled: Path) -> None:
     # 201 tokens: 3 blocks of 64, and a tail of 9.
     assert row.split()[1:5] == ["3", "1", "0", "201"]
     assert row.endswith("just now")
-    assert lines[-1].startswith("On disk: ")
-    assert "of 4 GiB allowed" in lines[-1]
+    assert lines[-2].startswith("On disk: ")
+    assert "of 4 GiB allowed" in lines[-2]
+    assert lines[-1].startswith("Free: ")
+    assert "left to others" in lines[-1]
 
 
 def test_json_has_stable_keys_and_whole_numbers(kvkeep: Kvkeep, filled: Path) -> None:
@@ -108,6 +122,9 @@ def test_json_has_stable_keys_and_whole_numbers(kvkeep: Kvkeep, filled: Path) ->
     assert found["schema_revision"] == REVISION
     assert found["capacity_bytes"] == DEFAULT_CAPACITY
     assert isinstance(found["disk_bytes"], int)
+    assert found["reserve_bytes"] == Disk.of(filled).default_reserve
+    assert isinstance(found["free_bytes"], int)
+    assert (found["lifetime_seconds"], found["pins"]) == (0, 0)
     [model] = found["models"]
     assert set(model) == MODEL_KEYS
     assert len(bytes.fromhex(model["fingerprint"])) == 32
@@ -149,6 +166,26 @@ def test_the_name_of_a_model_is_printed_as_it_is(kvkeep: Kvkeep, filled: Path) -
     output = kvkeep("stats", "--path", filled).output
     assert "[red]x[/] :smile:" in output
     assert "3 min ago" in output
+
+
+def test_limits_and_pins_are_shown(kvkeep: Kvkeep, filled: Path) -> None:
+    name = json.loads(kvkeep("ls", "--path", filled, "--json").stdout)["prefixes"][0]["id"]
+    kvkeep("pin", name, "--path", filled)
+    kvkeep("budget", "--path", filled, "--reserve", "1GiB", "--lifetime", "90d")
+    found = json.loads(kvkeep("stats", "--path", filled, "--json").stdout)
+    assert (found["reserve_bytes"], found["lifetime_seconds"], found["pins"]) == (1 << 30, 90 * 86_400, 1)
+    output = kvkeep("stats", "--path", filled).output
+    assert "of which 1 GiB are left to others" in output
+    assert "90 days after it was last used" in output
+    assert "1 prefix." in output
+
+
+def test_a_name_with_escape_sequences_reaches_no_terminal(kvkeep: Kvkeep, filled: Path) -> None:
+    with closing(sqlite3.connect(filled / "index.sqlite3")) as connection, connection:
+        connection.execute("UPDATE namespace SET label = ?", ("\x1b]0;title\x07evil\n\x1b[2Jname",))
+    output = kvkeep("stats", "--path", filled).output
+    assert "\x1b" not in output
+    assert "\x07" not in output
 
 
 def test_looking_works_beside_an_assistant(process: Callable[..., Any], filled: Path, dense: str) -> None:

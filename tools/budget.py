@@ -1,0 +1,120 @@
+"""`kvkeep budget`: how much disk the cache folder may take, what it leaves to others, and how long it keeps anything."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from kvkeep.tools.console import make_console
+from kvkeep.tools.folder import nothing_there, opened
+from kvkeep.tools.options import json_option, path_option, print_json
+from kvkeep.tools.words import lasting, parse_duration, parse_size, size
+
+if TYPE_CHECKING:
+    from kvkeep.store.repository import Repository
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a folder keeps to.
+
+    Attributes:
+        capacity_bytes: the most that it takes. One that was just asked for holds from the next save or open on.
+        reserve_bytes: free disk that is left to others.
+        default_reserve: whether nobody has asked for another reserve.
+        lifetime_seconds: how long anything is kept that nobody uses; 0 is for ever.
+    """
+
+    capacity_bytes: int
+    reserve_bytes: int
+    default_reserve: bool
+    lifetime_seconds: int
+
+
+@click.command()
+@path_option
+@click.option("--capacity", metavar="SIZE", help="The most that the folder may take: 8GiB, 512MiB, 4GB.")
+@click.option("--reserve", metavar="SIZE", help="Free disk that is left to others, however large the budget.")
+@click.option("--lifetime", metavar="AGE", help="Remove what nobody has used for so long: 12h, 90d, 8w; off keeps it for ever.")
+@json_option
+def budget(path: Path, capacity: str | None, reserve: str | None, lifetime: str | None, as_json: bool) -> None:
+    """Show or change the limits of the cache folder.
+
+    They hold for everybody who uses it. A smaller budget is kept to from the next save on; kvkeep compact sees to it at
+    once.
+    """
+    wishes = _wishes(capacity, reserve, lifetime)
+    with opened(path, create=bool(wishes)) as repository:
+        if repository is not None:
+            _set(repository, wishes)
+        limits = None if repository is None else limits_of(repository)
+    if as_json:
+        print_json(_document(path, limits))
+    else:
+        _show(make_console(), path, limits)
+
+
+def _wishes(capacity: str | None, reserve: str | None, lifetime: str | None) -> dict[str, int]:
+    """Settings by name, all looked at before the first one is changed."""
+    from kvkeep.store import settings
+    from kvkeep.store.space import valid_capacity, valid_reserve
+
+    wishes = {}
+    if capacity is not None:
+        wishes[settings.CAPACITY_BYTES] = valid_capacity(parse_size(capacity))
+    if reserve is not None:
+        wishes[settings.RESERVE_BYTES] = valid_reserve(parse_size(reserve))
+    if lifetime is not None:
+        wishes[settings.LIFETIME_SECONDS] = 0 if lifetime.strip().lower() == "off" else parse_duration(lifetime)
+    return wishes
+
+
+def _set(repository: "Repository", wishes: dict[str, int]) -> None:
+    from kvkeep.store import settings
+
+    for name, value in wishes.items():
+        if name == settings.CAPACITY_BYTES:
+            repository.agree_on_capacity(value)
+        else:
+            repository.agree_on(name, value)
+
+
+def limits_of(repository: "Repository") -> Limits:
+    """What a root remembers, or its defaults."""
+    from kvkeep.store import settings
+    from kvkeep.store.space import Disk
+
+    with repository.rows() as connection:
+        capacity, reserve, lifetime = (
+            settings.find(connection, name)
+            for name in (settings.CAPACITY_BYTES, settings.RESERVE_BYTES, settings.LIFETIME_SECONDS)
+        )
+    return Limits(
+        capacity_bytes=repository.capacity_bytes if capacity is None else capacity,
+        reserve_bytes=Disk.of(repository.path).default_reserve if reserve is None else reserve,
+        default_reserve=reserve is None,
+        lifetime_seconds=lifetime or 0,
+    )
+
+
+def _document(path: Path, limits: Limits | None) -> dict[str, Any]:
+    return {
+        "path": str(path),
+        "exists": limits is not None,
+        "capacity_bytes": None if limits is None else limits.capacity_bytes,
+        "reserve_bytes": None if limits is None else limits.reserve_bytes,
+        "lifetime_seconds": None if limits is None else limits.lifetime_seconds,
+    }
+
+
+def _show(console: Console, path: Path, limits: Limits | None) -> None:
+    if limits is None:
+        console.print(nothing_there(path), soft_wrap=True)
+        return
+    console.print(f"Cache folder: {path}", soft_wrap=True)
+    default = " (the default)" if limits.default_reserve else ""
+    console.print(f"Capacity: {size(limits.capacity_bytes)}")
+    console.print(f"Reserve:  {size(limits.reserve_bytes)} of free disk are left to others{default}")
+    console.print(f"Lifetime: {lasting(limits.lifetime_seconds)}")

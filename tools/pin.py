@@ -1,0 +1,239 @@
+"""`kvkeep pin` and `kvkeep unpin`: what is never evicted, whether or not anybody uses it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvkeep.store.errors import UsageError
+from kvkeep.tools.choice import named, short_ids
+from kvkeep.tools.console import make_console
+from kvkeep.tools.folder import nothing_there, opened
+from kvkeep.tools.options import json_option, path_option, print_json
+from kvkeep.tools.texts import Texts, texts
+from kvkeep.tools.words import clean, plural, size
+
+if TYPE_CHECKING:
+    from kvkeep.cache.listing import Run
+    from kvkeep.store.engine import Connection
+    from kvkeep.store.hashing import PrefixHash
+    from kvkeep.store.namespaces import Namespace
+    from kvkeep.store.pins import Pin
+    from kvkeep.store.repository import Repository
+
+
+# What all columns but the words take, and the least that is left for these.
+_OTHER_COLUMNS, _MIN_WORDS = 32, 24
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """A pin, as it is shown.
+
+    Attributes:
+        key: that of the prefix, if just this one is stored as a prefix, else the prefix hash of its tokens.
+        space: whose tokens they are.
+        pin: its row.
+        stored_bytes: what is stored of it, shared or not.
+        kept: keys of that.
+    """
+
+    key: "PrefixHash"
+    space: "Namespace"
+    pin: "Pin"
+    stored_bytes: int
+    kept: "frozenset[PrefixHash]"
+
+
+@click.command()
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@path_option
+@click.option("--list", "listed", is_flag=True, help="Show what is pinned.")
+@json_option
+def pin(ids: tuple[str, ...], path: Path, listed: bool, as_json: bool) -> None:
+    """Pin prefixes: they are never evicted, and never too old.
+
+    They are named by the ids that kvkeep ls shows. At most half of the room for states can be pinned. What is saved of
+    a pinned prefix later is kept, too.
+    """
+    if bool(ids) == listed:
+        raise UsageError("name ids to pin (see kvkeep ls), or --list to see what is pinned")
+    with opened(path) as repository:
+        if repository is None:
+            _nothing(path, ids, as_json)
+            return
+        changed = _pin(repository, ids) if ids else []
+        _say(path, repository, as_json, changed, "pinned" if ids else "")
+
+
+@click.command()
+@click.argument("ids", nargs=-1, metavar="ID...", required=True)
+@path_option
+@json_option
+def unpin(ids: tuple[str, ...], path: Path, as_json: bool) -> None:
+    """End pins.
+
+    They are named by the ids that kvkeep pin --list shows, or those of the prefixes that they keep. What was kept stays
+    until its time comes.
+    """
+    with opened(path) as repository:
+        if repository is None:
+            raise UsageError(nothing_there(path))
+        _say(path, repository, as_json, _unpin(repository, ids), "unpinned")
+
+
+def pinned_prefixes(repository: "Repository") -> list[Pinned]:
+    """All pins, the oldest first."""
+    from kvkeep.cache.listing import listing
+    from kvkeep.store import namespaces, pins
+
+    with repository.rows() as connection:
+        spaces = {space.id: space for space in namespaces.every(connection)}
+        keys = {(run.space.id, run.all_tokens()): run.key for run in listing(connection).prefixes() if run.first_known == 0}
+        return [
+            _pinned(connection, spaces[found.namespace_id], found, keys.get((found.namespace_id, found.tokens)))
+            for found in pins.every(connection)
+            if found.namespace_id in spaces
+        ]
+
+
+def _pinned(connection: "Connection", space: "Namespace", found: "Pin", key: "PrefixHash | None") -> Pinned:
+    from kvkeep.cache.eviction import key_of
+    from kvkeep.cache.pinned import stored_of
+
+    stored = list(stored_of(connection, space, found.tokens))
+    n_bytes = sum(entry.stored_bytes for entry in stored)
+    return Pinned(key or _key_of(space, found.tokens), space, found, n_bytes, frozenset(map(key_of, stored)))
+
+
+def _key_of(space: "Namespace", tokens: bytes) -> "PrefixHash":
+    from kvkeep.store.frame import TOKEN_BYTES
+    from kvkeep.store.hashing import PrefixHash, chain, prefix_of
+
+    size_of_block = space.block_tokens * TOKEN_BYTES
+    borders = [PrefixHash(space.fingerprint), *chain(space.fingerprint, tokens, size_of_block)]
+    return prefix_of(borders[-1], tokens[(len(borders) - 1) * size_of_block :])
+
+
+def _nothing(path: Path, ids: Sequence[str], as_json: bool) -> None:
+    if ids:
+        raise UsageError(nothing_there(path))
+    if as_json:
+        print_json({"path": str(path), "exists": False, "changed": [], "pins": []})
+    else:
+        make_console().print(nothing_there(path), soft_wrap=True)
+
+
+# -- doing -------------------------------------------------------------------------------------------------------------
+
+
+def _pin(repository: "Repository", ids: Sequence[str]) -> "list[PrefixHash]":
+    """Pin prefixes; all are found before the first one is pinned. Returns those that weren't pinned before."""
+    from kvkeep.cache.pinned import pin as pin_tokens
+
+    prefixes = _prefixes(repository)
+    chosen = [(prefixes[key], _all_tokens(repository, prefixes[key])) for key in named(ids, prefixes)]
+    with repository.writing() as writing:
+        return [run.key for run, tokens in chosen if pin_tokens(writing, run.space, tokens)]
+
+
+def _prefixes(repository: "Repository") -> "dict[PrefixHash, Run]":
+    from kvkeep.cache.listing import listing
+
+    with repository.rows() as connection:
+        return {run.key: run for run in listing(connection).prefixes()}
+
+
+def _all_tokens(repository: "Repository", run: "Run") -> bytes:
+    """The tokens of a prefix from position 0 on.
+
+    Raises:
+        UsageError: they aren't all known.
+    """
+    from kvkeep.store.frame import Kind
+    from kvkeep.store.verify import verified
+
+    if run.first_known == 0:
+        return run.all_tokens()
+    whole = [entry for entry in run.entries if getattr(entry, "kind", None) == Kind.OPAQUE]
+    if not whole:
+        raise UsageError(
+            f"{run.key.hex()[:8]} can't be pinned from here: of its {run.end:,} tokens only the last {run.end - run.start} are "
+            "stored; pin it in the program that has them all"
+        )
+    # A whole state is stored with all of its tokens, though its row has only the last ones.
+    with repository.snapshot() as snapshot:
+        return verified(snapshot.blobs.get(whole[0].blob), whole[0])[0].tokens
+
+
+def _unpin(repository: "Repository", ids: Sequence[str]) -> "list[PrefixHash]":
+    """End pins; all are found before the first one ends. Returns which."""
+    from kvkeep.cache.pinned import unpin as unpin_tokens
+
+    prefixes = _prefixes(repository)
+    pins = pinned_prefixes(repository)
+    known = {found.key for found in pins}
+    keys = named(ids, {*prefixes, *known})
+    ending = [found for found in pins if any(found.key == key or _keeps(found, prefixes.get(key)) for key in keys)]
+    if not ending:
+        raise UsageError(f"{', '.join(ids)} {'is' if len(ids) == 1 else 'are'} not pinned; kvkeep pin --list shows what is")
+    with repository.writing() as writing:
+        return [found.key for found in ending if unpin_tokens(writing, found.space, found.pin.tokens)]
+
+
+def _keeps(found: Pinned, run: "Run | None") -> bool:
+    """Whether a pin keeps some of what a prefix has for its own; `kvkeep ls` shows it as pinned then."""
+    from kvkeep.cache.eviction import key_of
+
+    return run is not None and any(key_of(entry) in found.kept for entry in run.entries)
+
+
+# -- saying ------------------------------------------------------------------------------------------------------------
+
+
+def _say(path: Path, repository: "Repository", as_json: bool, changed: "list[PrefixHash]", what: str) -> None:
+    found = pinned_prefixes(repository)
+    if as_json:
+        keys = [key.hex() for key in changed]
+        print_json({"path": str(path), "exists": True, "changed": keys, "pins": [_document(one) for one in found]})
+        return
+    console = make_console()
+    console.print(f"Cache folder: {path}", soft_wrap=True)
+    if what:
+        console.print(f"{plural(len(changed), 'prefix', 'prefixes')} {what}." if changed else f"Already {what}.")
+    elif found:
+        with texts(repository, None) as words:
+            console.print("", _table(console, found, words), sep="\n")
+    else:
+        console.print("Nothing is pinned.")
+
+
+def _document(found: Pinned) -> dict[str, Any]:
+    return {
+        "id": found.key.hex(),
+        "label": found.space.label,
+        "fingerprint": found.space.fingerprint.hex(),
+        "tokens": found.pin.n_tokens,
+        "stored_bytes": found.stored_bytes,
+        "created": datetime.fromtimestamp(found.pin.created, UTC).isoformat(),
+    }
+
+
+def _table(console: Console, found: list[Pinned], words: Texts) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    room = max(_MIN_WORDS, console.width - _OTHER_COLUMNS)
+    table.add_column("Id\n", no_wrap=True)
+    table.add_column("First words\nmodel", no_wrap=True, overflow="ellipsis", max_width=room)
+    table.add_column("\nTokens", justify="right", no_wrap=True)
+    table.add_column("\nStored", justify="right", no_wrap=True)
+    ids = short_ids(one.key for one in found)
+    for one in found:
+        line = words.text(one.space.fingerprint, one.pin.tokens, room)
+        table.add_row(ids[one.key], f"{line}\n{clean(one.space.label)}", f"{one.pin.n_tokens:,}", size(one.stored_bytes))
+    return table
