@@ -34,17 +34,14 @@ def measure(run: Run) -> list[Figure]:
         if number % HANGS_EVERY == 5:
             reader = _hanging_reader(root)
         if number % HANGS_EVERY == 5 + HANGS_EVERY // 2 and reader is not None:
-            # Killed in the middle of its snapshot; nobody says goodbye for it.
-            reader.send_signal(signal.SIGKILL)
-            reader.wait()
+            _end(reader)
         try:
             stored += together.save(list(crowd.MODELS)[number % 3], crowd.chat(random, random.randrange(100, 500)))
         except CapacityError:
             dropped += 1
         largest = max(largest, crowd.occupied(root))
-    if reader is not None and reader.poll() is None:
-        reader.kill()
-        reader.wait()
+    if reader is not None:
+        _end(reader)
     tokens = crowd.chat(random, 200)
     together.save("dense", tokens)
     works = together.restored("dense", tokens) == len(tokens)
@@ -76,6 +73,12 @@ def _hanging_reader(root: Path) -> "subprocess.Popen[str]":
     assert child.stdout.readline() == "reading\n"
     os.kill(child.pid, signal.SIGSTOP)
     return child
+
+
+def _end(reader: "subprocess.Popen[str]") -> None:
+    """Killed in the middle of its snapshot; it says goodbye to nobody."""
+    reader.kill()
+    reader.communicate()
 
 
 def hang(root: Path) -> None:

@@ -16,7 +16,8 @@ from crowd import Crowd
 from figures import AtLeast, AtMost, Figure, Run
 
 PROCESSES = 8
-CAPACITY = 32 << 20
+# The chats together take twice as much.
+CAPACITY = 16 << 20
 
 
 def measure(run: Run) -> list[Figure]:
