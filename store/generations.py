@@ -54,11 +54,11 @@ def occupied(root: Path) -> int:
 def remove(root: Path, generation: int) -> None:
     """Delete a generation. Others may still have its files open: they keep them until they close. Foreign files stay."""
     place = folder(root, generation)
-    for name in (DATA_FILE, LOCK_FILE):
-        with suppress(FileNotFoundError):
-            (place / name).unlink()
+    # What can't be deleted now, as a file that others have open on Windows, is a leftover for whoever comes alone next;
+    # nor can a folder in which somebody has put something that isn't ours.
     with suppress(OSError):
-        # Not empty: somebody has put something there that isn't ours.
+        for name in (DATA_FILE, LOCK_FILE):
+            (place / name).unlink(missing_ok=True)
         place.rmdir()
 
 
