@@ -17,8 +17,8 @@ class Ledger:
         self._length = 0
         self.proven = True
         """False if the positions came from somebody else's saved state: fit to go on from, not to be saved."""
-        self.private = False
-        """What is decoded from now on must never be saved."""
+        self.private = 0
+        """How many reasons there are that what is decoded from now on must never be saved."""
         self._private_from: int | None = None
 
     def __len__(self) -> int:
@@ -33,6 +33,11 @@ class Ledger:
     def is_private(self) -> bool:
         """Whether any position holds something that must never be saved."""
         return self._private_from is not None
+
+    @property
+    def public_tokens(self) -> npt.NDArray[np.int32]:
+        """The known tokens before the first one that must never be saved. A view."""
+        return self.tokens[: self._private_from]
 
     def set(self, tokens: npt.NDArray[np.int32] | Sequence[int], *, proven: bool) -> None:
         """The context holds exactly these tokens now."""

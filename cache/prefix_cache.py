@@ -228,8 +228,8 @@ class PrefixCache:
                 saved = saver.save(state, form, points)
             finally:
                 self.repository.touch(saver.passed, hit=False)
-        if upkeep.is_over_budget(self.repository):
-            # A smaller budget was asked for meanwhile. Whoever holds a lock now may be doing the same.
+        if upkeep.needs_care(self.repository):
+            # A smaller budget was asked for meanwhile, or a compaction was killed. Whoever holds a lock may see to it, too.
             with suppress(StoreLocked):
                 upkeep.settle(self.repository)
         return saved

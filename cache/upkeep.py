@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from kvkeep.cache import budget
-from kvkeep.store.compact import compact, plan
+from kvkeep.store import generations
+from kvkeep.store.compact import compact, plan, remove_leftovers
 from kvkeep.store.repository import Repository
 
 
@@ -30,6 +31,11 @@ def is_over_budget(repository: Repository) -> bool:
     return repository.blobs.disk_bytes + repository.index.disk_bytes > repository.capacity_bytes
 
 
+def needs_care(repository: Repository) -> bool:
+    """Whether a root takes more of the disk than it may, or has leftovers. Cheap."""
+    return is_over_budget(repository) or len(generations.present(repository.path)) > 1
+
+
 def settle(repository: Repository) -> Upkeep:
     """Remove what is too old or too much, and shrink the files if they are larger than the budget.
 
@@ -37,6 +43,7 @@ def settle(repository: Repository) -> Upkeep:
         DiskFull: the disk can't hold a copy of what is live, even after everything that may go was evicted.
         StoreLocked: another process writes or compacts.
     """
+    remove_leftovers(repository)
     with repository.writing() as writing:
         expired = len(budget.expire(writing))
         evicted = len(budget.make_room(writing, 0))

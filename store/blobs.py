@@ -27,6 +27,10 @@ _RESIZE_SECONDS = 10.0
 MAX_READERS = 254
 
 
+# No name of a blob: those have 32 bytes.
+_PROBE = b"\0settle"
+
+
 class BlobReader:
     """Blobs as they were when the snapshot was taken. Views are valid only until it ends."""
 
@@ -57,9 +61,10 @@ class BlobStore:
         folder: created if missing.
         map_bytes: the largest size that the data file may reach.
         durable: commits wait for the disk. Without it nothing counts before `sync`.
+        extend: see `extend`; only for who has the writer's lock, or the root alone.
     """
 
-    def __init__(self, folder: Path, map_bytes: int, *, durable: bool = True) -> None:
+    def __init__(self, folder: Path, map_bytes: int, *, durable: bool = True, extend: bool = True) -> None:
         self.folder = folder
         self.map_bytes = _whole_pages(map_bytes)
         self._limit = self.map_bytes
@@ -68,7 +73,8 @@ class BlobStore:
         self._retired = False
         with disk_errors(f"preparing {folder}"):
             make_private_folder(folder)
-            self._extend_to_map()
+        if extend:
+            self.extend()
         self._durable = durable
         self._env = self._opened()
         with disk_errors(f"making {folder} private"):
@@ -97,16 +103,19 @@ class BlobStore:
         data = folder / DATA_FILE
         return data.exists() and 0 < data.stat().st_size < _whole_pages(map_bytes)
 
-    def _extend_to_map(self) -> None:
+    def extend(self) -> None:
         """Make the file as long as the map, sparsely.
 
         Touching a mapped page beyond the end of the file kills the process with SIGBUS. Sparse bytes cost no disk, and
         what was cut off reads as zeros, which no hash accepts. An empty file is left as it is: its maker died before
         the first page, and LMDB takes it as new, but zeros as somebody else's.
+
+        The caller holds the writer's lock: a file that somebody else makes longer at the same moment would be cut.
         """
         data = self.folder / DATA_FILE
-        if data.exists() and 0 < data.stat().st_size < self.map_bytes:
-            os.truncate(data, self.map_bytes)
+        with disk_errors(f"extending {self.folder}"):
+            if data.exists() and 0 < data.stat().st_size < self.map_bytes:
+                os.truncate(data, self.map_bytes)
 
     @contextmanager
     def _begin(self, *, write: bool = False) -> Iterator[lmdb.Transaction]:
@@ -146,6 +155,8 @@ class BlobStore:
         with self._ended:
             if self._ended.wait_for(lambda: self._active == 0, _RESIZE_SECONDS):
                 self._env.set_mapsize(0)
+                # Until somebody asks for a limit again.
+                self._limit = int(self._env.info()["map_size"])
 
     def _open_again(self) -> None:
         """After a write of LMDB's own has failed, as on a full disk: it refuses everything from then on.
@@ -158,14 +169,14 @@ class BlobStore:
                 self._env = self._opened()
 
     def limit(self, n_bytes: int) -> None:
-        """Let the file grow to this size and no further; never beyond the map.
+        """Let the file grow to this size and no further.
 
         For a disk that gets full: LMDB itself then says `MapFull` before the file takes what is to be left to others.
 
         Raises:
             StoreError: readers in this process didn't end in time.
         """
-        self._set_size(_whole_pages(min(n_bytes, self.map_bytes)))
+        self._set_size(_whole_pages(n_bytes))
 
     def resize(self, map_bytes: int) -> None:
         """Take another size for the map; what is in the file stays, also where it is longer than that.
@@ -175,8 +186,6 @@ class BlobStore:
         """
         self._set_size(_whole_pages(map_bytes))
         self.map_bytes = _whole_pages(map_bytes)
-        with disk_errors(f"extending {self.folder}"):
-            self._extend_to_map()
 
     def _set_size(self, wanted: int) -> None:
         with self._ended:
@@ -213,27 +222,37 @@ class BlobStore:
             for name in names:
                 txn.delete(name)
 
+    def has_room(self, n_bytes: int) -> bool:
+        """Whether so many bytes could be written now. Nothing is: the attempt is given up."""
+        try:
+            with self._begin(write=True) as txn:
+                txn.put(_PROBE, bytes(n_bytes))
+                txn.abort()
+        except MapFull:
+            return False
+        return True
+
     def settle(self) -> None:
         """Commit nothing much, so that pages freed by the last deletion can be used by the next write.
 
         LMDB reuses a freed page only two transactions later; without this, delete and then put is MapFull again.
         """
         with self._begin(write=True) as txn:
-            txn.put(b"\0settle", b"")
-            txn.delete(b"\0settle")
+            txn.put(_PROBE, b"")
+            txn.delete(_PROBE)
             self._env.reader_check()
 
     @property
     def used_bytes(self) -> int:
         """Bytes of pages that hold live data, B-tree included: how full the map is."""
-        with _translated():
+        with _translated(), self._counted():
             stat = self._env.stat()
         return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * PAGE_BYTES
 
     @property
     def file_bytes(self) -> int:
         """How far the file has ever been filled. It doesn't shrink; freed pages in it are used again."""
-        with _translated():
+        with _translated(), self._counted():
             return (int(self._env.info()["last_pgno"]) + 1) * PAGE_BYTES
 
     def __len__(self) -> int:

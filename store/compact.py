@@ -125,10 +125,19 @@ def compact(repository: Repository, progress: Progress = lambda n_bytes: None) -
         return Compacted(before, repository.disk_bytes, live)
 
 
-@contextmanager
-def _alone(repository: Repository) -> Iterator[None]:
+def remove_leftovers(repository: Repository) -> int:
+    """Delete what a compaction that was killed has left, unless another one runs. Returns how many generations."""
     try:
-        with exclusive(repository.path / COMPACT_LOCK, LOCK_SECONDS):
+        with _alone(repository, 0), repository.rows() as connection:
+            return generations.remove_leftovers(repository.path, generations.current(connection, repository.path))
+    except StoreLocked:
+        return 0
+
+
+@contextmanager
+def _alone(repository: Repository, timeout: float | None = None) -> Iterator[None]:
+    try:
+        with exclusive(repository.path / COMPACT_LOCK, LOCK_SECONDS if timeout is None else timeout):
             yield
     except StoreLocked as error:
         raise StoreLocked(f"{repository.path} is being compacted by another process already") from error

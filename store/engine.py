@@ -4,6 +4,7 @@ sqlalchemy has its home in this package: here, in `schema`, and in the modules o
 """
 
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -117,6 +118,7 @@ class Index:
         Ctrl-C may come inside of SQLAlchemy, between BEGIN and whoever would end it, and the next writer waited in vain.
         """
         outer = list(self._used.get(threading.get_ident(), []))
+        handled = sys.exc_info()[1]
         try:
             yield
         except BaseException as error:
@@ -129,7 +131,7 @@ class Index:
                 # Not used again: what SQLAlchemy believes of it may be wrong.
                 self._used[threading.get_ident()] = outer
                 self._engine.dispose(close=False)
-            if (interrupt := _interrupt_behind(error)) is not None:
+            if (interrupt := _interrupt_behind(error, handled)) is not None:
                 raise interrupt from None
             raise
 
@@ -326,12 +328,17 @@ def release_number(revision: str) -> int:
     return (major * 1000 + minor) * 1000 + patch
 
 
-def _interrupt_behind(error: BaseException) -> BaseException | None:
-    """The interrupt that a library has turned into an error of its own, such as an assertion that it then met."""
+def _interrupt_behind(error: BaseException, handled: BaseException | None) -> BaseException | None:
+    """The interrupt that a library has turned into an error of its own, such as an assertion that it then met.
+
+    Args:
+        error: what came out.
+        handled: what was being handled before; that is no interrupt of this.
+    """
     behind = error.__context__
-    while behind is not None and isinstance(behind, Exception):
+    while behind is not None and behind is not handled and isinstance(behind, Exception):
         behind = behind.__context__
-    return behind if isinstance(error, Exception) else None
+    return behind if isinstance(error, Exception) and behind is not handled else None
 
 
 def _known_revisions() -> list[str]:

@@ -96,7 +96,15 @@ class _Opening:
         ending = self._marker.read()
         # Before anything is changed.
         self._marker.set()
-        return self._shared(self._alone(ending)) if alone else self._beside_others()
+        if not alone:
+            return self._beside_others()
+        try:
+            return self._shared(self._alone(ending))
+        except BaseException:
+            if ending is Ending.CLEAN:
+                # It may be a folder that isn't ours at all.
+                self._marker.clear()
+            raise
 
     def _is_current(self) -> bool:
         index = Index(self._path)
@@ -114,7 +122,7 @@ class _Opening:
 
     def _alone(self, ending: Ending) -> Parts:
         index = self._kept(self._sound_index(ending))
-        recovery.remove_set_aside(self._path)
+        recovery.remove_unfinished(self._path)
         self._take_budget(index)
         with index.read() as connection:
             generation = generations.current(connection, self._root)
@@ -234,4 +242,5 @@ def open_generation(root: Path, index: Index, generation: int) -> BlobStore:
     folder = generations.folder(root, generation)
     if not (folder / DATA_FILE).exists():
         raise StoreError(f"{folder} is gone")
-    return BlobStore(folder, index.space.map_bytes)
+    # Made longer by the next one who writes: readers haven't the lock for that.
+    return BlobStore(folder, index.space.map_bytes, extend=False)

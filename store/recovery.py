@@ -17,48 +17,49 @@ from sqlalchemy import Table, insert
 
 from kvkeep.store import generations, namespaces, settings, wellformed
 from kvkeep.store.engine import SUFFIXES, Connection, Index
+from kvkeep.store.private import sync_folder
 from kvkeep.store.rows import TABLES
 from kvkeep.store.schema import metadata
 from kvkeep.store.space import Space
 from kvkeep.store.steps import Step, reached
 
-_ASIDE = ".damaged"
+_NEW = ".new"
 _Row = dict[str, Any]
 
 
-def set_aside(index: Path) -> Path:
-    """Move a damaged index out of the way. Returns where it is."""
-    aside = index.with_name(index.name + _ASIDE)
-    remove_set_aside(index)
-    # The log first: a database without its log is whole, if older; a log without its database is nothing.
-    for suffix in ("-shm", "-wal", ""):
-        with suppress(FileNotFoundError):
-            os.replace(index.with_name(index.name + suffix), aside.with_name(aside.name + suffix))
-    reached(Step.RECOVER_INDEX)
-    return aside
-
-
-def remove_set_aside(index: Path) -> None:
-    """Delete what `set_aside` has left."""
+def remove_unfinished(index: Path) -> None:
+    """Delete what a rebuilding that was killed has left."""
     for suffix in SUFFIXES:
-        index.with_name(index.name + _ASIDE + suffix).unlink(missing_ok=True)
+        index.with_name(index.name + _NEW + suffix).unlink(missing_ok=True)
 
 
 def rebuilt_index(path: Path, space: Space) -> Index:
-    """A new index in the place of a damaged one, with every row of it that can still be read."""
+    """A new index in the place of a damaged one, with every row of it that can still be read.
+
+    Made beside it: a kill leaves the damaged one where it is, and the next open begins anew.
+    """
     reached(Step.RECOVER_BEGUN)
-    aside = set_aside(path)
-    index = Index(path, space)
+    remove_unfinished(path)
+    beside = path.with_name(path.name + _NEW)
+    index = Index(beside, space)
     try:
         index.upgrade()
         for table in metadata.sorted_tables:
-            _copy(index, table, _readable(aside, table))
+            _copy(index, table, _readable(path, table))
         mend(index)
-    except BaseException:
+        index.empty_log()
+    finally:
+        # The last one to close moves the rest of the log into the file, and removes it.
         index.close()
-        raise
-    remove_set_aside(path)
-    return index
+    sync_folder(path.parent)
+    reached(Step.RECOVER_INDEX)
+    # A log belongs to its database; the damaged one's would be taken for the new one's.
+    for suffix in ("-wal", "-shm"):
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+    os.replace(beside, path)
+    sync_folder(path.parent)
+    remove_unfinished(path)
+    return Index(path, space)
 
 
 def _copy(index: Index, table: Table, rows: Iterator[_Row]) -> None:

@@ -79,6 +79,7 @@ class Repository:
         self.path = path
         self._pid = os.getpid()
         self._closed = False
+        self._ended = False
         self._lost: _Lost | None = None
         self._touched: dict[tuple[str, int], _Touch] = {}
         self._held: Counter[PrefixHash] = Counter()
@@ -89,8 +90,12 @@ class Repository:
         self._lock = SharedLock(path / ROOT_LOCK)
         self._marker = Marker(path)
         self._take(open_parts(path, self._lock, capacity_bytes))
-        # Remembered only now: a budget with which nothing can be opened must not be found by the next one.
-        self.agree_on_capacity(capacity_bytes)
+        try:
+            # Remembered only now: a budget with which nothing can be opened must not be found by the next one.
+            self.agree_on_capacity(capacity_bytes)
+        except BaseException:
+            self._shut()
+            raise
 
     def _take(self, parts: Parts) -> None:
         self.index = parts.index
@@ -138,6 +143,7 @@ class Repository:
             with self._left:
                 self._users -= 1
                 self._left.notify_all()
+                self._end_if_left()
 
     def report_damage(self, sentence: str) -> None:
         """Damage of a file itself was met: whoever opens the root alone next looks at everything, and mends it."""
@@ -198,20 +204,23 @@ class Repository:
             StoreLocked: another writer didn't finish within `timeout` seconds.
         """
         with self._in_use(), exclusive(self.path / WRITER_LOCK, timeout):
-            # Under the lock: it may make the blobs' file longer, and so may others.
-            self.refresh()
+            self._take_over()
             yield Writing(self.path, self.index, self.blobs, self.held)
 
     def refresh(self) -> None:
-        """Take over what others have changed: the blobs may have been compacted, the budget may be another one."""
+        """Take over the blobs that count now, if others have compacted them."""
+        with self.snapshot():
+            pass
+
+    def _take_over(self) -> None:
+        """All that others have changed: the budget may be another one, too. The caller holds the writer's lock."""
         with self.snapshot() as snapshot:
             wanted = settings.find(snapshot.connection, settings.CAPACITY_BYTES)
         if wanted is not None and wanted != self.capacity_bytes and MIN_CAPACITY <= wanted <= MAX_CAPACITY:
-            self._resize(Space(wanted))
-
-    def _resize(self, space: Space) -> None:
-        self.blobs.resize(space.map_bytes)
-        self.index.resize(space)
+            space = Space(wanted)
+            self.blobs.resize(space.map_bytes)
+            self.index.resize(space)
+        self.blobs.extend()
 
     def sweep(self) -> int:
         """Delete blobs that no row names, as killed writers leave them. Returns their number.
@@ -291,15 +300,22 @@ class Repository:
         with self._left:
             self._check_open()
             self._lost = _Lost(StoreError(f"{self.path} is being opened anew"), math.inf)
-            if not self._left.wait_for(lambda: self._users == 0, CLOSE_SECONDS):
+            try:
+                idle = self._left.wait_for(lambda: self._users == 0, CLOSE_SECONDS)
+            finally:
                 self._lost = None
+            if not idle:
                 return []
+            self._lost = _Lost(StoreError(f"{self.path} was closed to be mended"), 0.0)
             self._shut()
             self._find_again()
         return self.recovered
 
     def _find_again(self) -> None:
-        """Open what couldn't be opened before, as on a disk that was full. The caller holds `_left`."""
+        """Open what couldn't be opened before, as on a disk that was full. The caller holds `_left`.
+
+        Ctrl-C leaves it to the next one who wants it.
+        """
         try:
             self._take(open_parts(self.path, self._lock, self.capacity_bytes))
         except KvkeepError as error:
@@ -313,14 +329,22 @@ class Repository:
         self._lock.release()
 
     def close(self) -> None:
-        """Close it, as soon as nobody reads or writes any more."""
+        """Close it, as soon as nobody reads or writes any more: the last one of those does it, if that takes too long."""
         with self._left:
             if self._closed:
                 return
             self._closed = True
-            if not self._left.wait_for(lambda: self._users == 0, CLOSE_SECONDS):
-                # Left open for those who still read; the process's end closes it.
-                return
+            try:
+                self._left.wait_for(lambda: self._users == 0, CLOSE_SECONDS)
+            finally:
+                # Ctrl-C doesn't keep it open for good.
+                self._end_if_left()
+
+    def _end_if_left(self) -> None:
+        """The end, once nobody is in it any more. The caller holds `_left`."""
+        if not self._closed or self._users > 0 or self._ended:
+            return
+        self._ended = True
         self._shut()
         if self._lock.try_exclude():
             # Where that fails, the next open looks more closely than it must.
@@ -334,7 +358,7 @@ class Repository:
         The lock is neither released nor forgotten: both processes hold it through the same open file, and releasing it
         here would release it there.
         """
-        self._closed = True
+        self._closed = self._ended = True
         self.blobs.close()
         self.index.abandon()
 

@@ -28,7 +28,7 @@ class Step(str, Enum):
     MIGRATE_CHANGED = "migrate: tables changed, not committed"
     MIGRATE_COMMITTED = "migrate: committed, lock still held alone"
     RECOVER_BEGUN = "recover: damage found, nothing changed"
-    RECOVER_INDEX = "recover: damaged index set aside, new one not yet in its place"
+    RECOVER_INDEX = "recover: new index complete, damaged one still in its place"
     RECOVER_ROWS = "recover: rows removed, blobs of the old generation still there"
 
 

@@ -27,6 +27,11 @@ from kvkeep.store.space import Disk
 from kvkeep.store.steps import Step, reached
 from kvkeep.store.verify import is_sound
 
+ROOM_STEP = 1 << 20
+# What LMDB may need to delete a batch from a full file: its leaves, the branches above, and the list of freed pages.
+DELETE_ROOM = 512 << 10
+DELETE_PROBE = 128 << 10
+
 
 @dataclass(frozen=True, slots=True)
 class NewEntry:
@@ -58,9 +63,14 @@ class Writing:
             reserve = settings.find(connection, settings.RESERVE_BYTES)
         # The index's log may still grow, too.
         still_to_come = max(0, self.index.space.log_bytes - self.index.log_bytes)
-        room = max(0, Disk.of(self._path).room(reserve) - still_to_come)
-        allowed = min(self.blobs.map_bytes, self.blobs.file_bytes + room)
-        self.blobs.limit(allowed)
+        room = max(0, Disk.of(self._path).room(reserve) - still_to_come - DELETE_ROOM)
+        # In whole steps, because every other size waits for those who read.
+        room -= room % ROOM_STEP
+        share, taken = self.blobs.map_bytes, self.blobs.file_bytes
+        allowed = min(share, taken + room)
+        # A file that may not grow at all can't even be deleted from: LMDB writes changed pages to new places. One that is
+        # longer than its share, because a smaller budget was asked for, is about to be compacted.
+        self.blobs.limit(taken + DELETE_ROOM if taken > share else min(allowed + DELETE_ROOM, share))
         return allowed
 
     def add(self, namespace_id: int, entries: Sequence[NewEntry], replacing: Sequence[Entry] = ()) -> None:
@@ -93,13 +103,21 @@ class Writing:
         return [name for name in names if name not in named]
 
     def remove(self, entries: Sequence[Entry]) -> None:
-        """Remove entries, and the blobs that no other row names."""
+        """Remove entries, and the blobs that no other row names.
+
+        Raises:
+            MapFull: the map has no room for that, as where a reader that hangs keeps every page. Nothing more was removed.
+        """
         for piece in in_pieces(entries, self.rows_at_once):
+            if not self.blobs.has_room(DELETE_PROBE):
+                # Before the rows go: whoever evicts for room would go on until nothing is left.
+                raise MapFull("the blobs' file is so full that nothing can be deleted from it")
             with self.index.write() as connection:
                 rows.remove(connection, piece)
                 orphans = _unnamed(connection, piece)
             reached(Step.EVICT_ROWS)
-            self._delete(orphans)
+            if not self._delete(orphans):
+                raise MapFull("the blobs' file had no room to delete from it; what was to go is swept later")
             reached(Step.EVICT_DONE)
 
     def remove_damaged(self, entries: Sequence[Entry]) -> int:
@@ -120,8 +138,7 @@ class Writing:
         with self.blobs.read() as reader:
             orphans = [name for name in reader.ids() if name not in named]
         reached(Step.SWEEP_LOOKED)
-        self._delete(orphans)
-        return len(orphans)
+        return len(orphans) if self._delete(orphans) else 0
 
     def remove_dangling(self) -> int:
         """Remove rows whose blobs are gone. Returns their number."""
@@ -132,17 +149,20 @@ class Writing:
         self.remove(dangling)
         return len(dangling)
 
-    def _delete(self, names: Sequence[BlobId]) -> None:
-        """Delete blobs whose rows are gone. Where even that finds no room they stay, as garbage for the next sweep."""
+    def _delete(self, names: Sequence[BlobId]) -> bool:
+        """Delete blobs whose rows are gone. False if even that finds no room: they stay, as garbage for the next sweep."""
         if not names:
-            return
-        with suppress(MapFull):
+            return True
+        try:
+            self.blobs.delete(names)
+        except MapFull:
             try:
-                self.blobs.delete(names)
-            except MapFull:
                 # A really full map can't delete at once.
                 self.blobs.settle()
                 self.blobs.delete(names)
+            except MapFull:
+                return False
+        return True
 
 
 def _unnamed(connection: Connection, entries: Sequence[Entry]) -> list[BlobId]:

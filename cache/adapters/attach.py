@@ -134,7 +134,8 @@ class Attachment:
         """Keep what is stored of a prompt's beginning, now and later, whatever the budget and its lifetime say.
 
         Args:
-            prompt: tokens, or a text that is tokenized as `create_completion` does it; None is what the context holds.
+            prompt: tokens, or a text that is tokenized as `create_completion` does it; None is what the context holds,
+                up to where `no_store` began.
 
         Returns:
             How many tokens are pinned.
@@ -168,7 +169,7 @@ class Attachment:
 
     def _tokens_of(self, prompt: str | Sequence[int] | None) -> Sequence[int]:
         if prompt is None:
-            return [int(token) for token in self._session.known_tokens()]
+            return [int(token) for token in self._session.public_tokens()]
         if not isinstance(prompt, str):
             return prompt
         llm = self._llm_ref()

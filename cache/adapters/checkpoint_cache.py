@@ -3,7 +3,6 @@
 `attach` takes and restores the same checkpoints automatically; use it where you can.
 """
 
-import ctypes
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -17,8 +16,9 @@ from llama_cpp.llama_cache import BaseLlamaCache
 
 from kvkeep.cache.adapters.attach import session_options
 from kvkeep.cache.adapters.backing import Backing, Wishes
-from kvkeep.cache.adapters.context import ON_DEVICE, PARTIAL_ONLY, Context, LiveContext, memory_of
+from kvkeep.cache.adapters.context import ON_DEVICE, PARTIAL_ONLY, Context, LiveContext, address, memory_of
 from kvkeep.cache.adapters.ending import Ending
+from kvkeep.cache.adapters.live import is_private
 from kvkeep.cache.layout import Bytes
 from kvkeep.cache.memory import Memory, MemoryKind
 from kvkeep.cache.points import Point
@@ -142,7 +142,7 @@ class HybridCheckpointCache(BaseLlamaCache):
 
     def _back(self, llm: Any, path: Any, capacity_bytes: int, identity: str) -> None:
         options = session_options(llm, path, Wishes(capacity_bytes), break_even=True, identity=identity)
-        if _address(llm._ctx.ctx) != _address(self._ctx):
+        if address(llm._ctx.ctx) != address(self._ctx):
             raise UsageError("ctx isn't the context of llm: its states would be stored as another model's")
         self._llm = weakref.ref(llm)
         self._memory = LiveContext(llm).memory
@@ -194,7 +194,7 @@ class HybridCheckpointCache(BaseLlamaCache):
         if self.on_device:
             # llama.cpp overwrites what an older one refers to.
             self.checkpoints = [old for old in self.checkpoints if old.seq_id != seq_id]
-            lease = _on_device[(_address(self._ctx), seq_id)] = _Lease()
+            lease = _on_device[(address(self._ctx), seq_id)] = _Lease()
         data = self._context.copy(seq_id, self._flags)
         (digest,) = digests_at(prefix, [len(prefix)])
         new = HybridCheckpoint(
@@ -221,7 +221,7 @@ class HybridCheckpointCache(BaseLlamaCache):
     def _store(self, prefix: bytes, point: Point, seq_id: int) -> None:
         """Hand a checkpoint to the writer, together with everything below it, without which it is of no use."""
         backing, memory = self._backing, self._memory
-        if backing is None or memory is None or backing.unavailable:
+        if backing is None or memory is None or backing.unavailable or is_private(address(self._ctx)):
             return
         tokens = np.frombuffer(prefix, "<i4")
         opaque = memory.kind is MemoryKind.UNKNOWN
@@ -335,7 +335,7 @@ class HybridCheckpointCache(BaseLlamaCache):
             return "it was taken by another cache, which may be another model's"
         if self.on_device:
             lease = checkpoint._lease
-            newest = _on_device.get((_address(self._ctx), seq_id))
+            newest = _on_device.get((address(self._ctx), seq_id))
             known = any(checkpoint is mine for mine in self.checkpoints)
             if lease is None or not known or newest is not lease or lease.data is not checkpoint.data:
                 return "its tensors are gone: a newer one of the same sequence has taken their place"
@@ -462,7 +462,3 @@ def _close(backing: Backing) -> None:
     backing.flush()
     backing.close()
     backing.give_back()
-
-
-def _address(pointer: Any) -> int:
-    return int(ctypes.cast(pointer, ctypes.c_void_p).value or 0)

@@ -301,3 +301,8 @@ def _kind(model: Any, arch: str, context: Context) -> MemoryKind:
     if llama_cpp.llama_model_n_swa(model) > 0 and context.size(SEQ_ID) != context.size(SEQ_ID, PARTIAL_ONLY):
         return MemoryKind.WINDOW
     return MemoryKind.ATTENTION
+
+
+def address(pointer: Any) -> int:
+    """Where a C pointer points to; 0 for none."""
+    return int(ctypes.cast(pointer, ctypes.c_void_p).value or 0)

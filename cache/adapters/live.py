@@ -5,6 +5,7 @@ agree: after any of these calls `n_tokens` positions are in the memory, and `inp
 """
 
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.cache.adapters.context import LiveContext
+from kvkeep.cache.adapters.context import LiveContext, address
 from kvkeep.cache.layout import Bytes
 from kvkeep.cache.ledger import Ledger
 from kvkeep.cache.memory import MemoryKind
@@ -24,6 +25,16 @@ Tokens = npt.NDArray[np.int32]
 NO_TOKENS: Tokens = np.empty(0, np.int32)
 
 
+# By the address of the context, so that whoever else saves of it can ask.
+_watched: "weakref.WeakValueDictionary[int, LiveSequence]" = weakref.WeakValueDictionary()
+
+
+def is_private(context: int) -> bool:
+    """Whether what the context at this address holds must never be saved."""
+    live = _watched.get(context)
+    return live is not None and live.is_private
+
+
 class LiveSequence:
     """Sequence 0 of one `Llama`. The object itself is passed to each call, so that it isn't kept alive from here."""
 
@@ -33,6 +44,7 @@ class LiveSequence:
         self.points = Points()
         # What was decoded before anybody looked stays unknown: input_ids may show stale numbers where an image is.
         self._count = self.context.decoded_count()
+        _watched[address(llm._ctx.ctx)] = self
 
     def is_known(self, llm: Any) -> bool:
         """Whether every position of the context came from a text token that was seen."""
@@ -205,9 +217,23 @@ class LiveSequence:
         self.points.cut(0)
         self._ledger.set(llm.input_ids[: llm.n_tokens], proven=proven and complete)
 
-    def set_private(self, private: bool) -> None:
-        """Whether what is decoded from now on must never be saved."""
-        self._ledger.private = private
+    @contextmanager
+    def private(self) -> Iterator[None]:
+        """What is decoded meanwhile must never be saved. Blocks may stand in each other, and overlap."""
+        self._ledger.private += 1
+        try:
+            yield
+        finally:
+            self._ledger.private -= 1
+
+    @property
+    def is_private(self) -> bool:
+        """Whether what it holds, or is about to, must never be saved."""
+        return self._ledger.is_private or self._ledger.private > 0
+
+    def public_tokens(self) -> Tokens:
+        """The tokens of the context before the first one that must never be saved. A view."""
+        return self._ledger.public_tokens
 
     def known_tokens(self) -> Tokens:
         """The tokens of the context as far as they are known. A view."""

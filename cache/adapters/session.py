@@ -335,23 +335,18 @@ class Session:
         """Nothing that is decoded in the block is ever saved, neither in it nor later."""
         # What came before is no secret.
         self.keep(llm)
-        with self._lock:
-            self._live.set_private(True)
-        try:
+        with self._live.private():
             yield
-        finally:
-            with self._lock:
-                self._live.set_private(False)
 
     def forget_kept(self) -> None:
         """What was saved is gone from the store: it may be saved again."""
         with self._lock:
             self._kept = NO_TOKENS
 
-    def known_tokens(self) -> Tokens:
-        """The tokens that the context holds, as far as they are known. A copy."""
+    def public_tokens(self) -> Tokens:
+        """The tokens that the context holds, as far as they are known and may be stored. A copy."""
         with self._lock:
-            return self._live.known_tokens().copy()
+            return self._live.public_tokens().copy()
 
     def _is_kept(self, tokens: Tokens) -> bool:
         """Whether it was saved a moment ago, or the store has it already."""

@@ -14,7 +14,7 @@ import pytest
 from llamas import first_logits, generate, load, random_tokens
 from restart import run_child
 
-from kvkeep.cache import Source, attach
+from kvkeep.cache import HybridCheckpointCache, Source, attach
 from kvkeep.cache.adapters.attach import Attached
 from kvkeep.store import nodes, pins, rows, settings
 from kvkeep.store.errors import UsageError
@@ -87,6 +87,45 @@ def test_a_stream_that_is_still_open_at_the_end_of_the_block_stays_private(dense
             next(stream)
         stream.close()
         keep.flush()
+    assert stored_tokens(root) == []
+
+
+def test_blocks_in_each_other_end_with_the_outer_one(dense: str, root: Path) -> None:
+    llm = load(dense)
+    with attach(llm, root, break_even=False) as keep:
+        with keep.no_store():
+            with keep.no_store():
+                generate(llm, SECRET, 2)
+            generate(llm, OTHER, 2)
+        keep.flush()
+    assert stored_tokens(root) == []
+
+
+def test_pinning_what_the_context_holds_ends_where_it_is_private(dense: str, root: Path) -> None:
+    llm = load(dense)
+    with attach(llm, root, break_even=False) as keep:
+        with keep.no_store():
+            generate(llm, SECRET, 2)
+        with pytest.raises(UsageError, match="empty prefix"):
+            keep.pin()
+        first_logits(llm, PROMPT)
+        with keep.no_store():
+            generate(llm, PROMPT + SECRET, 2)
+        assert keep.pin() == len(PROMPT)
+    assert not holds(root, SECRET)
+
+
+def test_a_checkpoint_by_hand_of_a_private_context_stays_in_memory(hybrid: str, root: Path) -> None:
+    llm = load(hybrid)
+    by_hand = HybridCheckpointCache(llm.ctx, llm=llm, path=root)
+    with attach(llm, root, break_even=False) as keep:
+        with keep.no_store():
+            first_logits(llm, SECRET)
+            assert by_hand.save_checkpoint(llm.n_tokens, SECRET)
+        assert by_hand.save_checkpoint(llm.n_tokens, SECRET)
+        assert by_hand.find_best_checkpoint([*SECRET, 1]) is not None
+        keep.flush()
+        by_hand.close()
     assert stored_tokens(root) == []
 
 
@@ -262,9 +301,9 @@ def test_an_idle_assistant_lets_go_of_what_another_process_has_compacted(
         child = run_child(["-m", "kvkeep.tools.compact", "--path", str(root)])
         assert child.returncode == 0, child.stderr
         end = time.monotonic() + 60
-        while "blobs-1" in open_files() and time.monotonic() < end:
+        while str(root / "blobs-1") in open_files() and time.monotonic() < end:
             time.sleep(0.02)
-        assert "blobs-1" not in open_files()
+        assert str(root / "blobs-1") not in open_files()
 
 
 def open_files() -> str:

@@ -1,5 +1,6 @@
 """What a root keeps, and for how long: the budget, the disk's reserve, pins, lifetimes, and chats that alternate."""
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,12 @@ from synthetic import Made, random_tokens
 from kvkeep.cache import budget, upkeep
 from kvkeep.cache.pinned import MAX_SHARE
 from kvkeep.cache.prefix_cache import PrefixCache
-from kvkeep.store import namespaces, nodes, pins, settings
+from kvkeep.store import generations, namespaces, nodes, pins, settings
+from kvkeep.store.blobs import BlobStore
 from kvkeep.store.check import check
-from kvkeep.store.errors import DiskFull, StoreLocked, TooLarge, UsageError
+from kvkeep.store.compact import COMPACT_LOCK
+from kvkeep.store.errors import CapacityError, DiskFull, MapFull, StoreLocked, TooLarge, UsageError
+from kvkeep.store.locks import exclusive
 from kvkeep.store.registry import close_root, open_root
 from kvkeep.store.repository import Repository
 from kvkeep.store.space import MIN_CAPACITY, Disk, Space
@@ -138,6 +142,53 @@ def test_the_reserve_is_never_eaten(cache: PrefixCache, root: Path, monkeypatch:
     assert occupied(root) - begin <= 6 * MB
 
 
+def test_a_disk_that_is_full_before_the_budget_costs_no_more_than_what_comes(
+    cache: PrefixCache, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blobs' file has no free page, and may not grow: what is deleted needs some, too."""
+    save(cache, CHAT)
+    save(cache, OTHER)
+    begin = occupied(root)
+    disk_with(monkeypatch, lambda: (5 << 30) - (occupied(root) - begin))
+    for seed in range(6):
+        save(cache, random_tokens(60, seed=seed))
+        assert cache.match(random_tokens(60, seed=seed)).length == 60
+    assert occupied(root) - begin <= 1 * MB
+    # A fifth of the file is headroom from now on.
+    assert cache.match(OTHER).length >= 300
+    with cache.repository.rows() as connection:
+        assert len(list(nodes.every(connection))) > 25
+
+
+def test_a_file_that_cant_even_be_deleted_from_loses_nothing(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(cache, CHAT)
+    monkeypatch.setattr(BlobStore, "has_room", lambda self, n_bytes: False)
+    with cache.repository.writing() as writing, pytest.raises(MapFull, match="nothing can be deleted"):
+        budget.evict(writing, 100 * MB)
+    assert cache.match(CHAT).length == 400
+
+
+def test_beside_a_reader_that_hangs_saves_are_given_up_and_nothing_is_lost(cache: PrefixCache) -> None:
+    """It keeps every page that it can see; what is evicted meanwhile makes no room."""
+    save(cache, CHAT)
+    cache.pin(CHAT[:200])
+    failed = 0
+    with cache.repository.snapshot():
+        for seed in range(12):
+            try:
+                save(cache, random_tokens(300, seed=seed))
+            except CapacityError:
+                failed += 1
+        with cache.repository.rows() as connection:
+            left = len(list(nodes.every(connection)))
+    assert failed > 3
+    assert left > 25
+    for seed in range(3):
+        save(cache, random_tokens(300, seed=50 + seed))
+        assert cache.match(random_tokens(300, seed=50 + seed)).length == 300
+    assert cache.match(CHAT).length >= 200
+
+
 def test_a_disk_without_any_room_is_an_error_that_names_it(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     room = [0]
     disk_with(monkeypatch, lambda: (5 << 30) + room[0])
@@ -250,6 +301,7 @@ def test_a_pin_holds_for_what_is_stored_later(cache: PrefixCache, root: Path) ->
         budget.evict(writing, 100 * MB)
     # The last block that the prefix reaches into goes with it.
     assert again.match(CHAT).length == 64
+    close_root(repository)
 
 
 def test_pins_leave_half_of_the_budget(cache: PrefixCache) -> None:
@@ -360,7 +412,20 @@ def test_a_save_goes_on_where_another_process_is_settling(
     def busy(_: Repository) -> None:
         raise StoreLocked("somebody is at it")
 
-    monkeypatch.setattr(upkeep, "is_over_budget", lambda _: True)
+    monkeypatch.setattr(upkeep, "needs_care", lambda _: True)
     monkeypatch.setattr(upkeep, "settle", busy)
     save(cache, CHAT)
+    assert cache.match(CHAT).length == 400
+
+
+def test_leftovers_of_a_killed_compaction_go_with_the_next_save_and_a_running_one_is_left_alone(
+    cache: PrefixCache, root: Path
+) -> None:
+    save(cache, CHAT)
+    shutil.copytree(root / "blobs-1", root / "blobs-2")
+    with exclusive(root / COMPACT_LOCK, 0):
+        save(cache, OTHER)
+        assert generations.present(root) == [1, 2]
+    save(cache, CHAT[:7])
+    assert generations.present(root) == [1]
     assert cache.match(CHAT).length == 400

@@ -283,7 +283,7 @@ def test_path_with_odd_characters_is_only_a_path(tmp_path: Path) -> None:
         ("file is not a database", DamagedFile),
         ("database disk image is malformed", DamagedFile),
         ("attempt to write a readonly database", NotARoot),
-        ("unable to open database file", NotARoot),
+        ("unable to open database file", StoreError),
         ("something that nobody has heard of", StoreError),
     ],
 )
