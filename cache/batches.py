@@ -14,8 +14,8 @@ from kvkeep.store.writing import NewEntry, Writing
 
 # A commit waits for the disk, so entries are written together; but a batch is held in memory and needs free pages.
 BATCH_BYTES = 32 << 20
-# A really full map can't always be written to at once after an eviction; more tries than this never helped.
-_TRIES = 4
+# At once, when freed pages have become free, and when there are more of them.
+_TRIES = 3
 
 
 @dataclass(slots=True)
@@ -110,7 +110,10 @@ class Batches:
             return [*found.values(), *windows.by_keys(connection, new_windows).values()]
 
     def _write(self, batch: _Batch) -> None:
-        """Store a batch. Free pages can be in the wrong places: then evict more, and try again."""
+        """Store a batch. By the books there is room; LMDB may have it in the wrong places, or not yet free.
+
+        Evicting more is tried once: beside a reader that hangs nothing becomes free, whatever is evicted.
+        """
         for attempt in range(1, _TRIES + 1):
             try:
                 self._writing.add(self._namespace_id, batch.entries, batch.replaced)
@@ -119,7 +122,8 @@ class Batches:
                 if attempt == _TRIES:
                     raise
                 self._writing.blobs.settle()
-                self.saved.evicted += len(self._make_room(batch, batch.size * (attempt + 1)))
+                if attempt == _TRIES - 1:
+                    self.saved.evicted += len(self._make_room(batch, batch.size * 2))
 
     def _make_room(self, batch: _Batch, n_bytes: int) -> list[Entry]:
         return budget.make_room(self._writing, n_bytes, self._protected, rows=len(batch.entries))

@@ -4,7 +4,7 @@ import time
 from collections.abc import Collection, Iterator
 
 from kvkeep.cache.eviction import in_order, key_of
-from kvkeep.cache.pinned import pinned_keys
+from kvkeep.cache.pinned import MAX_SHARE, pinned_keys
 from kvkeep.store import settings
 from kvkeep.store.blobs import PAGE_BYTES, BlobStore
 from kvkeep.store.entry import Entry
@@ -124,7 +124,8 @@ def _chosen(writing: Writing, surplus: int, surplus_rows: int, protect: Collecti
 
 def _may_go(writing: Writing, protect: Collection[PrefixHash]) -> Iterator[list[Entry]]:
     with writing.index.read() as connection:
-        yield from in_order(connection, {*protect, *writing.held, *pinned_keys(connection)})
+        pinned = pinned_keys(connection, int(writing.blobs.map_bytes * MAX_SHARE))
+        yield from in_order(connection, {*protect, *writing.held, *pinned})
 
 
 def expire(writing: Writing, now: float | None = None) -> list[Entry]:
@@ -144,7 +145,7 @@ def expire(writing: Writing, now: float | None = None) -> list[Entry]:
 def _older(writing: Writing, before: float) -> list[Entry]:
     chosen: list[Entry] = []
     for together in _may_go(writing, ()):
-        if together[0].used >= before or len(chosen) >= _BATCH:
+        if together[-1].used >= before or len(chosen) >= _BATCH:
             break
         chosen += together
     return chosen

@@ -19,7 +19,7 @@ _AT_ONCE = 128
 
 
 def in_order(connection: Connection, protect: Collection[PrefixHash]) -> Iterator[list[Entry]]:
-    """Entries that may go, the next one first, each with what must go together with it.
+    """Entries that may go, the next one first, each behind what must go together with it.
 
     Where a leaf goes, what it stood on is the next leaf, and as old as it is: a chat that nobody has used for long goes
     as a whole before anything of a newer one. Ends where more would have to be read first; ask again then.
@@ -46,7 +46,7 @@ def in_order(connection: Connection, protect: Collection[PrefixHash]) -> Iterato
     gone: dict[tuple[type, int], Entry] = {}
     while heap and heap[0][0] <= horizon:
         *_, entry = heapq.heappop(heap)
-        together = [other for other in (entry, *_standing_on(connection, entry)) if (type(other), other.id) not in gone]
+        together = [other for other in (*_standing_on(connection, entry), entry) if (type(other), other.id) not in gone]
         if entry not in together or any(key_of(other) in protect for other in together):
             continue
         gone |= {(type(other), other.id): other for other in together}

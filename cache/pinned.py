@@ -19,9 +19,29 @@ from kvkeep.store.writing import Writing
 MAX_SHARE = 1 / 2
 
 
-def pinned_keys(connection: Connection) -> set[PrefixHash]:
-    """Keys of everything that is stored of pinned prefixes."""
-    return {key_of(entry) for space, found in _with_spaces(connection) for entry in stored_of(connection, space, found.tokens)}
+def pinned_keys(connection: Connection, most_bytes: int | None = None) -> set[PrefixHash]:
+    """Keys of everything that is stored of pinned prefixes.
+
+    Args:
+        connection: a read transaction.
+        most_bytes: the oldest pins only, as far as they have no more than this together. What is pinned before it is stored
+            costs nothing then, and would leave no room for anything else later.
+    """
+    keys: set[PrefixHash] = set()
+    for space, found in _with_spaces(connection):
+        own = {key_of(entry): entry.stored_bytes for entry in stored_of(connection, space, found.tokens)}
+        if most_bytes is not None:
+            most_bytes -= sum(size for key, size in own.items() if key not in keys)
+            if most_bytes < 0:
+                break
+        keys.update(own)
+    return keys
+
+
+def pinned_bytes(connection: Connection) -> int:
+    """Stored bytes of everything that is stored of pinned prefixes."""
+    entries = (entry for space, found in _with_spaces(connection) for entry in stored_of(connection, space, found.tokens))
+    return sum({entry.blob: entry.stored_bytes for entry in entries}.values())
 
 
 def stored_of(connection: Connection, space: Namespace, tokens: bytes) -> Iterator[Entry]:

@@ -22,7 +22,7 @@ from kvkeep.cache.state import Form
 from kvkeep.store import namespaces, pins, rows
 from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
-from kvkeep.store.errors import StoreLocked, UsageError
+from kvkeep.store.errors import CapacityError, StoreLocked, UsageError
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import BlobId, Fingerprint, PrefixHash, chain
 from kvkeep.store.namespaces import Namespace
@@ -230,7 +230,8 @@ class PrefixCache:
                 self.repository.touch(saver.passed, hit=False)
         if upkeep.needs_care(self.repository):
             # A smaller budget was asked for meanwhile, or a compaction was killed. Whoever holds a lock may see to it, too.
-            with suppress(StoreLocked):
+            # And where the disk has no room for that, this state is stored all the same.
+            with suppress(StoreLocked, CapacityError):
                 upkeep.settle(self.repository)
         return saved
 

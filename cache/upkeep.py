@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 
 from kvkeep.cache import budget
+from kvkeep.cache.pinned import pinned_bytes
 from kvkeep.store import generations
-from kvkeep.store.compact import compact, plan, remove_leftovers
+from kvkeep.store.compact import compact, copy_bytes, plan, remove_leftovers
+from kvkeep.store.errors import DiskFull
 from kvkeep.store.repository import Repository
 
 
@@ -51,19 +53,27 @@ def settle(repository: Repository) -> Upkeep:
     if is_over_budget(repository):
         repository.index.shrink()
     if is_over_budget(repository):
-        evicted += evict_until_copy_fits(repository)
-        compact(repository)
+        # What is to be left to others is given back a moment later, with more.
+        evicted += evict_until_copy_fits(repository, into_reserve=True)
+        compact(repository, into_reserve=True)
         compacted = True
     return Upkeep(expired, evicted, compacted)
 
 
-def evict_until_copy_fits(repository: Repository) -> int:
+def evict_until_copy_fits(repository: Repository, *, into_reserve: bool = False) -> int:
     """Evict, the least recently used first, until the disk can hold a copy of the rest. Returns how many went.
 
     Evicting frees no disk by itself, only pages of the blobs' file; it makes the copy smaller.
+
+    Raises:
+        DiskFull: even a copy of what is pinned wouldn't fit. Nothing was evicted for it.
     """
     evicted = 0
-    while not (planned := plan(repository)).fits:
+    while not (planned := plan(repository, into_reserve=into_reserve)).fits:
+        with repository.rows() as connection:
+            least = copy_bytes(pinned_bytes(connection))
+        if least > planned.free_bytes:
+            raise DiskFull(f"not even a copy of {least} bytes fits: the disk has {planned.free_bytes} bytes to give")
         with repository.writing() as writing:
             gone = budget.evict(writing, planned.needed_bytes - planned.free_bytes)
         if not gone:

@@ -71,6 +71,7 @@ class BlobStore:
         self._active = 0
         self._ended = threading.Condition()
         self._retired = False
+        self._is_shut = False
         with disk_errors(f"preparing {folder}"):
             make_private_folder(folder)
         if extend:
@@ -122,6 +123,8 @@ class BlobStore:
         """A transaction, also after another process with a larger budget has grown the map."""
         with _translated():
             for _ in range(_RESIZES):
+                if self._is_shut:
+                    self._open_again()
                 with self._counted():
                     try:
                         txn = self._env.begin(write=True) if write else self._env.begin(buffers=True)
@@ -138,17 +141,21 @@ class BlobStore:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
-        with self._ended:
-            if self._retired:
-                raise StoreClosed(f"{self.folder} is closed")
-            self._active += 1
+        counted = False
         try:
+            with self._ended:
+                if self._retired:
+                    raise StoreClosed(f"{self.folder} is closed")
+                self._active += 1
+                counted = True
             yield
         finally:
-            with self._ended:
-                self._active -= 1
-                self._ended.notify_all()
-                self._close_if_left()
+            # Ctrl-C may come anywhere, and one who is counted for good would be waited for for ever.
+            if counted:
+                with self._ended:
+                    self._active -= 1
+                    self._ended.notify_all()
+                    self._close_if_left()
 
     def _adopt_size(self) -> None:
         """Take over the map's present size, which LMDB allows only while this process has no transaction."""
@@ -166,7 +173,10 @@ class BlobStore:
         with self._ended:
             if self._ended.wait_for(lambda: self._active == 0, _RESIZE_SECONDS) and not self._retired:
                 self._env.close()
+                # If that fails, as where there are too many open files, the next one who wants it tries again.
+                self._is_shut = True
                 self._env = self._opened()
+                self._is_shut = False
 
     def limit(self, n_bytes: int) -> None:
         """Let the file grow to this size and no further.
@@ -268,6 +278,11 @@ class BlobStore:
         """Wait until everything is on the disk."""
         with _translated(), self._counted():
             self._env.sync(True)
+
+    def forget_locks(self) -> None:
+        """In a forked child: threads that aren't here may have held it, or read."""
+        self._ended = threading.Condition()
+        self._active = 0
 
     def close(self) -> None:
         """Close it as soon as no transaction of this process runs any more. Nobody can begin one from now on."""

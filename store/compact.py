@@ -36,6 +36,11 @@ MIN_OVERHEAD = 64 << 10
 Progress = Callable[[int], None]
 
 
+def copy_bytes(live_bytes: int) -> int:
+    """What a copy of so many bytes of values takes."""
+    return live_bytes + max(MIN_OVERHEAD, int(live_bytes * OVERHEAD))
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a compaction would do. All in bytes, but for the counts.
@@ -59,7 +64,7 @@ class Plan:
     @property
     def needed_bytes(self) -> int:
         """Free disk that the copy needs, before the old file goes."""
-        return self.live_bytes + max(MIN_OVERHEAD, int(self.live_bytes * OVERHEAD))
+        return copy_bytes(self.live_bytes)
 
     @property
     def gained_bytes(self) -> int:
@@ -81,8 +86,13 @@ class Compacted:
     live_bytes: int
 
 
-def plan(repository: Repository) -> Plan:
-    """What a compaction would do now. Changes nothing."""
+def plan(repository: Repository, *, into_reserve: bool = False) -> Plan:
+    """What a compaction would do now. Changes nothing.
+
+    Args:
+        repository: an open one.
+        into_reserve: what is to be left to others counts as free; the copy takes it for its moment only.
+    """
     with repository.snapshot() as snapshot:
         sizes = rows.stored_sizes(snapshot.connection)
         garbage = sum(name not in sizes for name in snapshot.blobs.ids())
@@ -93,11 +103,11 @@ def plan(repository: Repository) -> Plan:
         garbage_blobs=garbage,
         file_bytes=repository.blobs.disk_bytes,
         index_free_bytes=repository.index.free_bytes,
-        free_bytes=Disk.of(repository.path).room(reserve),
+        free_bytes=max(0, Disk.of(repository.path).room(0 if into_reserve else reserve)),
     )
 
 
-def compact(repository: Repository, progress: Progress = lambda n_bytes: None) -> Compacted:
+def compact(repository: Repository, progress: Progress = lambda n_bytes: None, *, into_reserve: bool = False) -> Compacted:
     """Write the live blobs anew, and give the disk back what is free.
 
     Others may have the root open: they read on, and save but for the moment of the switch.
@@ -105,13 +115,14 @@ def compact(repository: Repository, progress: Progress = lambda n_bytes: None) -
     Args:
         repository: an open one.
         progress: called with the bytes of each batch that was copied; may raise to stop, which leaves all as it was.
+        into_reserve: see `plan`.
 
     Raises:
         DiskFull: the disk can't hold the copy. Nothing was changed.
         StoreLocked: another process is at it, or writes and doesn't end.
     """
     with _alone(repository), disk_errors(f"compacting {repository.path}"):
-        planned = plan(repository)
+        planned = plan(repository, into_reserve=into_reserve)
         if not planned.fits:
             raise DiskFull(
                 f"a copy of {planned.needed_bytes} bytes doesn't fit: the disk has {planned.free_bytes} bytes free, "

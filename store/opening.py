@@ -99,12 +99,13 @@ class _Opening:
         if not alone:
             return self._beside_others()
         try:
-            return self._shared(self._alone(ending))
+            parts = self._alone(ending)
         except BaseException:
             if ending is Ending.CLEAN:
                 # It may be a folder that isn't ours at all.
                 self._marker.clear()
             raise
+        return self._shared(parts)
 
     def _is_current(self) -> bool:
         index = Index(self._path)

@@ -19,6 +19,18 @@ _of_parents: list[Repository] = []
 _lock = threading.Lock()
 
 
+def _forked() -> None:
+    """In a forked child: another thread of the parent may have been opening or closing a root at that moment."""
+    global _lock
+    _lock = threading.Lock()
+    for repository, _ in _open.values():
+        repository.forget_locks()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
 @contextmanager
 def _forked_registry_is_empty() -> Iterator[None]:
     with _lock:

@@ -127,23 +127,30 @@ class Repository:
     @contextmanager
     def _in_use(self) -> Iterator[None]:
         """Keep the environment open: reading from a map that is gone ends the process."""
-        with self._left:
-            self._check_open()
-            if self._lost is not None:
-                if time.monotonic() < self._lost.until:
-                    raise type(self._lost.error)(str(self._lost.error))
-                self._find_again()
-            self._users += 1
+        counted = False
         try:
+            with self._left:
+                self._enter()
+                self._users += 1
+                counted = True
             yield
         except DamagedFile as error:
             self.report_damage(str(error))
             raise
         finally:
-            with self._left:
-                self._users -= 1
-                self._left.notify_all()
-                self._end_if_left()
+            if counted:
+                with self._left:
+                    self._users -= 1
+                    self._left.notify_all()
+                    self._end_if_left()
+
+    def _enter(self) -> None:
+        """Whether it can be used, or can be again. The caller holds `_left`."""
+        self._check_open()
+        if self._lost is not None:
+            if time.monotonic() < self._lost.until:
+                raise type(self._lost.error)(str(self._lost.error))
+            self._find_again()
 
     def report_damage(self, sentence: str) -> None:
         """Damage of a file itself was met: whoever opens the root alone next looks at everything, and mends it."""
@@ -351,6 +358,12 @@ class Repository:
             with suppress(OSError):
                 self._marker.clear()
             self._lock.release()
+
+    def forget_locks(self) -> None:
+        """In a forked child, at once: threads that aren't here may have held them."""
+        self._left = threading.Condition()
+        self._touching = threading.Lock()
+        self.blobs.forget_locks()
 
     def abandon(self) -> None:
         """In a forked child: let go of what belongs to the parent, so that the root can be opened here.

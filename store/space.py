@@ -96,12 +96,12 @@ class Disk:
         return min(MAX_RESERVE, int(self.total * RESERVE_SHARE))
 
     def room(self, reserve_bytes: int | None) -> int:
-        """Bytes that may still be taken; 0 if the reserve is touched already.
+        """Bytes that may still be taken; negative if the reserve is touched already.
 
         Args:
             reserve_bytes: what is left to others; None for the default.
         """
-        return max(0, self.free - (self.default_reserve if reserve_bytes is None else reserve_bytes))
+        return self.free - (self.default_reserve if reserve_bytes is None else reserve_bytes)
 
 
 def valid_capacity(capacity_bytes: SupportsIndex) -> int:

@@ -61,16 +61,17 @@ class Writing:
         """The size to which the blobs' file may grow now: its share of the budget, or less where the disk gets full."""
         with self.index.read() as connection:
             reserve = settings.find(connection, settings.RESERVE_BYTES)
+        room = Disk.of(self._path).room(reserve)
         # The index's log may still grow, too.
-        still_to_come = max(0, self.index.space.log_bytes - self.index.log_bytes)
-        room = max(0, Disk.of(self._path).room(reserve) - still_to_come - DELETE_ROOM)
-        # In whole steps, because every other size waits for those who read.
-        room -= room % ROOM_STEP
+        room_for_blobs = max(0, room - max(0, self.index.space.log_bytes - self.index.log_bytes))
         share, taken = self.blobs.map_bytes, self.blobs.file_bytes
-        allowed = min(share, taken + room)
-        # A file that may not grow at all can't even be deleted from: LMDB writes changed pages to new places. One that is
-        # longer than its share, because a smaller budget was asked for, is about to be compacted.
-        self.blobs.limit(taken + DELETE_ROOM if taken > share else min(allowed + DELETE_ROOM, share))
+        # In whole steps, because every other size waits for those who read.
+        allowed = min(share, taken + room_for_blobs - room_for_blobs % ROOM_STEP)
+        # A file that may not grow at all can't even be deleted from: LMDB writes changed pages to new places. So much of the
+        # reserve may be lent for that, once.
+        lent = min(DELETE_ROOM, max(0, room + DELETE_ROOM))
+        # A file that is longer than its share, because a smaller budget was asked for, is about to be compacted.
+        self.blobs.limit(taken + DELETE_ROOM if taken > share else min(allowed + lent, share))
         return allowed
 
     def add(self, namespace_id: int, entries: Sequence[NewEntry], replacing: Sequence[Entry] = ()) -> None:

@@ -127,7 +127,7 @@ def test_the_default_reserve_is_a_twentieth_and_at_most_ten_gib() -> None:
     assert Disk(100 << 30, 0).default_reserve == 5 << 30
     assert Disk(1 << 40, 0).default_reserve == 10 << 30
     assert Disk(1000, 60).room(None) == 10
-    assert Disk(1000, 60).room(100) == 0
+    assert Disk(1000, 60).room(100) == -40
     assert Disk(1000, 60).room(0) == 60
 
 
@@ -402,8 +402,21 @@ def test_evicting_until_a_copy_fits(cache: PrefixCache, monkeypatch: pytest.Monk
     upkeep.compact(cache.repository)
     assert cache.match(CHAT).length == 400
     disk_with(monkeypatch, lambda: 0)
-    assert upkeep.evict_until_copy_fits(cache.repository) > 0
-    assert cache.match(CHAT).length == 0
+    with pytest.raises(DiskFull, match="not even a copy"):
+        upkeep.evict_until_copy_fits(cache.repository)
+    assert cache.match(CHAT).length == 400, "nothing goes for what can't be"
+
+
+def test_pins_of_what_is_stored_later_leave_room_for_something_else(cache: PrefixCache) -> None:
+    """Pinned before they were stored, so that nobody could say no."""
+    long = [random_tokens(500, seed=seed) for seed in range(4)]
+    for chat in long:
+        cache.pin(chat)
+    for chat in long:
+        save(cache, chat)
+    save(cache, CHAT)
+    assert cache.match(CHAT).length == 400
+    assert cache.match(long[0]).length == 500, "the oldest pin holds"
 
 
 def test_a_save_goes_on_where_another_process_is_settling(

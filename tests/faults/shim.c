@@ -84,17 +84,21 @@ static void let_go_in_child(void)
     armed = 0;
 }
 
-__attribute__((constructor)) static void begin(void)
+/* Count from here on, from 1, below this folder. Returns 0, or -1 if there is no such folder. */
+EXPORT int kvfault_begin(const char *folder, const char *log, long kill_number, long fail_number, long n_failing, int error,
+                         int half, int at_once)
 {
-    const char *folder = getenv("KVFAULT_ROOT"), *log = getenv("KVFAULT_LOG");
-    if (!folder || !realpath(folder, root))
-        return;
+    static int is_first = 1;
+    armed = 0;
+    if (!realpath(folder, root))
+        return -1;
     root_length = strlen(root);
-    kill_at = number_of("KVFAULT_KILL_AT", 0);
-    fail_at = number_of("KVFAULT_FAIL_AT", 0);
-    fail_count = number_of("KVFAULT_FAIL_COUNT", 1);
-    fail_errno = (int)number_of("KVFAULT_ERRNO", 0);
-    torn = (int)number_of("KVFAULT_TORN", 0);
+    kill_at = kill_number;
+    fail_at = fail_number;
+    fail_count = n_failing;
+    fail_errno = error;
+    torn = half;
+    count = 0;
     if (log && *log) {
         int fd = (int)syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
         /* Out of the way of those who count on the lowest numbers. */
@@ -105,19 +109,32 @@ __attribute__((constructor)) static void begin(void)
             abort();
         }
     }
-    pthread_atfork(hold, let_go, let_go_in_child);
+    if (is_first)
+        pthread_atfork(hold, let_go, let_go_in_child);
+    is_first = 0;
+    armed = at_once;
+    return 0;
+}
+
+__attribute__((constructor)) static void begin(void)
+{
+    const char *folder = getenv("KVFAULT_ROOT");
+    if (folder)
+        kvfault_begin(folder, getenv("KVFAULT_LOG"), number_of("KVFAULT_KILL_AT", 0), number_of("KVFAULT_FAIL_AT", 0),
+                      number_of("KVFAULT_FAIL_COUNT", 1), (int)number_of("KVFAULT_ERRNO", 0),
+                      (int)number_of("KVFAULT_TORN", 0), (int)number_of("KVFAULT_ARMED", 1));
     /* Programs that this one starts are left alone. */
     static const char *const ours[] = {
         "LD_PRELOAD", "KVFAULT_ROOT", "KVFAULT_LOG", "KVFAULT_KILL_AT", "KVFAULT_TORN",
-        "KVFAULT_FAIL_AT", "KVFAULT_FAIL_COUNT", "KVFAULT_ERRNO",
+        "KVFAULT_FAIL_AT", "KVFAULT_FAIL_COUNT", "KVFAULT_ERRNO", "KVFAULT_ARMED",
     };
-    armed = (int)number_of("KVFAULT_ARMED", 1);
     for (size_t i = 0; i < sizeof ours / sizeof *ours; i++)
         unsetenv(ours[i]);
-    unsetenv("KVFAULT_ARMED");
 }
 
 EXPORT void kvfault_arm(void) { armed = root_length > 0; }
+
+EXPORT void kvfault_rest(void) { armed = 0; }
 
 EXPORT long kvfault_count(void)
 {

@@ -29,6 +29,7 @@ from figures import AtLeast, AtMost, Figure, Run
 
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.store.check import Trouble, check
+from kvkeep.store.engine import SUFFIXES
 from kvkeep.store.marker import Marker
 from kvkeep.store.opening import INDEX_FILE
 from kvkeep.store.steps import Step
@@ -49,7 +50,7 @@ def measure(run: Run) -> list[Figure]:
     met = {task.step for task in tasks if task.step}
     not_met = [step.value for step in Step if step.value not in met]
     by_how = {how: sum(task.how == how for task in tasks) for how in ("step", "operation", "moment")}
-    detail = "tried at a " + ", at a ".join(f"{how}: {count}" for how, count in by_how.items())
+    detail = "tried: " + ", ".join(f"{count} at some {how}" for how, count in by_how.items())
     # Who is killed at a random moment may have come to its end before.
     made, surely = sum(complaint is not None for complaint in complaints), len(tasks) - by_how["moment"]
     return [
@@ -302,8 +303,8 @@ def _assert_sound(cache: PrefixCache) -> None:
     findings = [found.message for found in check(cache.repository) if found.trouble is not Trouble.UNREACHABLE]
     assert findings == [], f"{len(findings)} findings: {findings[:3]}"
     present = os.listdir(cache.repository.path)
-    leftovers = [name for name in present if name.startswith(f"{INDEX_FILE}.damaged")]
-    leftovers += [name for name in present if name.startswith("blobs-") and name != cache.repository.blobs.folder.name]
+    ours = {INDEX_FILE + suffix for suffix in SUFFIXES} | {cache.repository.blobs.folder.name}
+    leftovers = [name for name in present if name.startswith((INDEX_FILE, "blobs-")) and name not in ours]
     assert leftovers == [], f"left behind: {leftovers}"
 
 

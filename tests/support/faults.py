@@ -8,18 +8,24 @@ script starts itself. Syncs aren't carried out: power is cut on paper only, by `
 """
 
 import ctypes
+import gc
+import json
 import os
+import select
+import signal
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, NoReturn
 
 SUPPORT = Path(__file__).parent
 SOURCE = SUPPORT.parent / "faults" / "shim.c"
@@ -179,6 +185,28 @@ def run(
     return subprocess.run([sys.executable, *script], capture_output=True, text=True, env=env, timeout=timeout)
 
 
+def begin(
+    root: Path,
+    *,
+    log: str | None = None,
+    kill_at: int = 0,
+    torn: bool = False,
+    fail_at: int = 0,
+    errno: int = 0,
+    fail_count: int = 1,
+) -> None:
+    """In a process with the layer: count from here on, from 1. The arguments are those of `run`."""
+    place = None if log is None else os.fsencode(log)
+    numbers = [ctypes.c_long(number) for number in (kill_at, fail_at, fail_count)]
+    if ctypes.CDLL(None).kvfault_begin(os.fsencode(root), place, *numbers, errno, int(torn), 1) != 0:
+        raise NotADirectoryError(f"{root} must be there before it begins")
+
+
+def rest() -> None:
+    """In the child: count no more, fail no more, and carry out syncs again."""
+    ctypes.CDLL(None).kvfault_rest()
+
+
 def arm() -> None:
     """In the child: count from here on."""
     ctypes.CDLL(None).kvfault_arm()
@@ -189,3 +217,100 @@ def count() -> int:
     counter = ctypes.CDLL(None).kvfault_count
     counter.restype = ctypes.c_long
     return int(counter())
+
+
+# -- many processes, one after the other ---------------------------------------------------------------------------------
+
+
+class Forks:
+    """A process that has imported everything and forks a child for each job: a tenth of the time of a new process.
+
+    Args:
+        file: a script that ends with `serve`.
+    """
+
+    def __init__(self, file: str) -> None:
+        # OpenBLAS would start threads as soon as numpy is imported, and who has threads must not fork.
+        settings = {"LD_PRELOAD": library(), "PYTHONPATH": SUPPORT, "OPENBLAS_NUM_THREADS": 1, "OMP_NUM_THREADS": 1}
+        env = os.environ | {name: str(value) for name, value in settings.items()}
+        self._server = subprocess.Popen(
+            [sys.executable, file], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+
+    def run(
+        self,
+        job: str,
+        root: Path,
+        *,
+        kill_after: float | None = None,
+        timeout: float = 120,
+        faults: Mapping[str, object] | None = None,
+        **arguments: Any,
+    ) -> "subprocess.CompletedProcess[str]":
+        """Do a job in a child, from its start to its end.
+
+        Args:
+            job: name of what to do.
+            root: its first argument, below which the layer counts.
+            kill_after: seconds after which it is killed.
+            timeout: seconds after which it is killed because it hangs; the answer says so.
+            faults: arguments of `begin`.
+            arguments: more ones of the job.
+        """
+        task = {"job": job, "root": str(root), "arguments": arguments, "faults": faults or {}}
+        stdin, stdout = self._server.stdin, self._server.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(json.dumps(task | {"kill_after": kill_after, "timeout": timeout}) + "\n")
+        stdin.flush()
+        returncode, said, complained = json.loads(stdout.readline())
+        return subprocess.CompletedProcess([job, str(root)], returncode, said, complained)
+
+    def close(self) -> None:
+        self._server.communicate()
+
+
+def serve(jobs: Mapping[str, Callable[..., None]]) -> None:
+    """The other side of `Forks`: do these jobs, each in a child of its own, until nobody asks for more."""
+    assert len(os.listdir("/proc/self/task")) == 1, "who has threads must not fork"
+    # Or the objects of all that was imported would be copied with every child's first collection.
+    gc.freeze()
+    for line in sys.stdin:
+        task = json.loads(line)
+        with tempfile.TemporaryFile("w+") as said, tempfile.TemporaryFile("w+") as complained:
+            child = os.fork()
+            if child == 0:
+                os.dup2(said.fileno(), 1)
+                os.dup2(complained.fileno(), 2)
+                _do(task, jobs)
+            returncode, hung = _wait(child, task["kill_after"], task["timeout"])
+            said.seek(0)
+            complained.seek(0)
+            answer = [returncode, said.read(), complained.read() + hung]
+        print(json.dumps(answer), flush=True)
+
+
+def _do(task: dict[str, Any], jobs: Mapping[str, Callable[..., None]]) -> NoReturn:
+    returncode = 1
+    try:
+        begin(Path(task["root"]), **task["faults"])
+        jobs[task["job"]](Path(task["root"]), **task["arguments"])
+        returncode = 0
+    except BaseException:  # noqa: BLE001 - a child must never get to its parent's loop
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(returncode)
+
+
+def _wait(child: int, kill_after: float | None, timeout: float) -> tuple[int, str]:
+    handle = os.pidfd_open(child)
+    try:
+        ended = select.select([handle], [], [], timeout if kill_after is None else kill_after)[0]
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+        returncode = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        os.close(handle)
+    return returncode, "" if ended or kill_after is not None else f"it hung for {timeout:g} seconds"
