@@ -86,7 +86,7 @@ class _Room:
         self._incoming = incoming
         self._rows = rows
         # Asked once: it costs a look at the disk, and an eviction doesn't make the file smaller.
-        self._by_disk = int(writing.blob_bytes() * FILL)
+        self._by_disk = int(writing.blob_bytes(rows) * FILL)
         self._limit = min(largest(writing.blobs), self._by_disk)
 
     def surplus(self) -> int:

@@ -23,7 +23,7 @@ from kvkeep.store.errors import MapFull
 from kvkeep.store.hashing import BlobId, PrefixHash
 from kvkeep.store.rows import NewRow
 from kvkeep.store.schema import in_pieces
-from kvkeep.store.space import Disk
+from kvkeep.store.space import ROW_LOG_BYTES, Disk
 from kvkeep.store.steps import Step, reached
 from kvkeep.store.verify import is_sound
 
@@ -31,6 +31,8 @@ ROOM_STEP = 1 << 20
 # What LMDB may need to delete a batch from a full file: its leaves, the branches above, and the list of freed pages.
 DELETE_ROOM = 512 << 10
 DELETE_PROBE = 128 << 10
+# Rows that go for those that come.
+SOME_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +59,17 @@ class Writing:
         """Rows that one transaction may change, so that the index's log keeps its bound."""
         return self.index.space.rows_at_once
 
-    def blob_bytes(self) -> int:
-        """The size to which the blobs' file may grow now: its share of the budget, or less where the disk gets full."""
+    def blob_bytes(self, rows: int = 0) -> int:
+        """The size to which the blobs' file may grow now: its share of the budget, or less where the disk gets full.
+
+        Args:
+            rows: how many are about to be written; the index's log grows by them.
+        """
         with self.index.read() as connection:
             reserve = settings.find(connection, settings.RESERVE_BYTES)
         room = Disk.of(self._path).room(reserve)
-        # The index's log may still grow, too.
-        room_for_blobs = max(0, room - max(0, self.index.space.log_bytes - self.index.log_bytes))
+        log = min(self.index.space.log_bytes, max(rows, SOME_ROWS) * ROW_LOG_BYTES)
+        room_for_blobs = max(0, room - max(0, log - self.index.log_bytes))
         share, taken = self.blobs.map_bytes, self.blobs.file_bytes
         # In whole steps, because every other size waits for those who read.
         allowed = min(share, taken + room_for_blobs - room_for_blobs % ROOM_STEP)

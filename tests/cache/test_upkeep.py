@@ -142,6 +142,17 @@ def test_the_reserve_is_never_eaten(cache: PrefixCache, root: Path, monkeypatch:
     assert occupied(root) - begin <= 6 * MB
 
 
+def test_a_small_disk_with_a_large_budget_is_used_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log of so large a budget may take 16 MiB; it doesn't."""
+    repository = open_root(root, 4 << 30)
+    begin = occupied(root)
+    disk_with(monkeypatch, lambda: (5 << 30) + 12 * MB - (occupied(root) - begin))
+    cache = PrefixCache(repository, LARGE.identity(), block_tokens=BLOCK_TOKENS)
+    save(cache, CHAT)
+    assert cache.match(CHAT).length == 400
+    close_root(repository)
+
+
 def test_a_disk_that_is_full_before_the_budget_costs_no_more_than_what_comes(
     cache: PrefixCache, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
