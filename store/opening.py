@@ -57,11 +57,11 @@ def open_parts(root: Path, lock: SharedLock, capacity_bytes: int | None) -> Part
     Raises:
         KvkeepError: it can't be opened; nothing is held.
     """
+    recovered: list[str] = []
     for _ in range(_TRIES):
         with ExitStack() as undo:
             undo.callback(lock.release)
-            opening = _Opening(root, lock, capacity_bytes, undo)
-            parts = opening.run()
+            parts = _Opening(root, lock, capacity_bytes, undo, recovered).run()
             if parts is not None:
                 undo.pop_all()
                 return parts
@@ -71,12 +71,12 @@ def open_parts(root: Path, lock: SharedLock, capacity_bytes: int | None) -> Part
 class _Opening:
     """One attempt."""
 
-    def __init__(self, root: Path, lock: SharedLock, capacity_bytes: int | None, undo: ExitStack) -> None:
+    def __init__(self, root: Path, lock: SharedLock, capacity_bytes: int | None, undo: ExitStack, recovered: list[str]) -> None:
         self._root = root
         self._lock = lock
         self._wanted = capacity_bytes
         self._undo = undo
-        self._recovered: list[str] = []
+        self._recovered = recovered
         self._marker = Marker(root)
         self._path = root / INDEX_FILE
 
