@@ -4,7 +4,7 @@
     copy      without anybody waiting: what rows name, batch by batch
     catch up  under the writer's lock: what was stored meanwhile, and without what was deleted meanwhile
     switch    one durable transaction; only then the old generation goes
-    shrink    the index
+    rewrite   the index
 
 Killed anywhere, one generation is whole and the index names it. What is left of the other goes at the next open.
 """
@@ -130,8 +130,8 @@ def compact(repository: Repository, progress: Progress = lambda n_bytes: None, *
             )
         before = repository.disk_bytes
         live = _rewrite(repository, progress)
-        repository.index.shrink()
-        repository.index.empty_log()
+        with repository.writing() as writing:
+            writing.index.rewrite()
         reached(Step.COMPACT_DONE)
         return Compacted(before, repository.disk_bytes, live)
 
@@ -204,7 +204,10 @@ class _Copy:
             present = set(reader.ids())
         with self._repository.rows() as connection:
             named = rows.stored_sizes(connection)
-        self._target.delete(name for name in present if name not in named)
+        if gone := [name for name in present if name not in named]:
+            self._target.delete(gone)
+            # What comes may need the pages of what went.
+            self._target.settle()
         for batch in _batches(named, present):
             # A snapshot for each: a long one would keep the pages of what is evicted meanwhile.
             with self._repository.snapshot() as snapshot:

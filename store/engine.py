@@ -39,6 +39,8 @@ BUSY_SECONDS = 5.0
 # How long nobody waits any more for readers who keep the log from being emptied, once it was waited for them in vain.
 HANGING_SECONDS = 30.0
 _ASK_AGAIN = 0.005
+# Some seconds of work; an index of 4 GiB of ordinary models has a tenth of that.
+MAX_REWRITE_BYTES = 64 << 20
 PAGE_BYTES = 4096
 # The files that SQLite keeps beside each other.
 SUFFIXES = ("", "-wal", "-shm")
@@ -200,6 +202,21 @@ class Index:
                 raise _translation(str(error)) from error
         finally:
             pooled.close()
+
+    def rewrite(self) -> None:
+        """Write the file anew: free pages go back to the disk, and nothing of deleted rows is left in the others.
+
+        Not beside a reader who keeps the log from being emptied, nor where it would take long: others wait for it to write.
+        """
+        self.empty_log()
+        if self.log_bytes > 0 or self.used_bytes > MAX_REWRITE_BYTES:
+            self.shrink()
+            return
+        with translated(), self._raw() as connection:
+            # Not in a temporary file: that is on another disk, and readable by others while it is there.
+            connection.execute("PRAGMA temp_store=MEMORY")
+            connection.execute("VACUUM")
+        self.empty_log()
 
     def shrink(self) -> None:
         """Give free pages back to the disk, in pieces that the log has room for."""
