@@ -35,6 +35,7 @@ def measure(run: Run) -> list[Figure]:
             reader = _hanging_reader(root)
         if number % HANGS_EVERY == 5 + HANGS_EVERY // 2 and reader is not None:
             _end(reader)
+            reader = None
         try:
             stored += together.save(list(crowd.MODELS)[number % 3], crowd.chat(random, random.randrange(100, 500)))
         except CapacityError:
