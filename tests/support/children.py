@@ -20,7 +20,6 @@ class ChildFailed(Failed):
     """A child ended with an error; its last words are in the text."""
 
 
-
 def environment(file: str) -> dict[str, str]:
     """That of a child which finds the modules beside its own file, and those here."""
     folders = (Path(file).parent, Path(__file__).parent)
