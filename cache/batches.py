@@ -122,6 +122,8 @@ class Batches:
                 if attempt == _TRIES:
                     raise
                 self._writing.blobs.settle()
+                # Waits for those who read just now.
+                self._writing.blobs.has_room(batch.size)
                 if attempt == _TRIES - 1:
                     self.saved.evicted += len(self._make_room(batch, batch.size * 2))
 

@@ -6,6 +6,7 @@ Knows names and values only: what a value means and who still needs it is decide
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,10 @@ LOCK_FILE = "lock.mdb"
 PAGE_BYTES = 4096
 # How often, and how long each time, to wait for a moment in which the map's size can be taken over.
 _RESIZES = 3
+# How long a writer waits for those who read what it wants to write over; and how long not any more, after it was in vain.
+ROOM_SECONDS = 2.0
+HANGING_SECONDS = 30.0
+_ASK_AGAIN = 0.02
 _RESIZE_SECONDS = 10.0
 # Each open snapshot takes one; a busy machine has a few dozen. A slot of a dead process is given back by `reader_check`.
 MAX_READERS = 254
@@ -72,6 +77,7 @@ class BlobStore:
         self._ended = threading.Condition()
         self._retired = False
         self._is_shut = False
+        self._hanging_until = 0.0
         with disk_errors(f"preparing {folder}"):
             make_private_folder(folder)
         if extend:
@@ -233,7 +239,19 @@ class BlobStore:
                 txn.delete(name)
 
     def has_room(self, n_bytes: int) -> bool:
-        """Whether so many bytes could be written now. Nothing is: the attempt is given up."""
+        """Whether so many bytes could be written now. Nothing is: the attempt is given up.
+
+        Pages that somebody still reads can't be used again. Readers end soon, or hang: then it is waited for them once.
+        """
+        was_patient = time.monotonic() >= self._hanging_until
+        deadline = time.monotonic() + (ROOM_SECONDS if was_patient else 0.0)
+        while not (found := self._could_put(n_bytes)) and time.monotonic() < deadline:
+            time.sleep(_ASK_AGAIN)
+        if was_patient or found:
+            self._hanging_until = 0.0 if found else time.monotonic() + HANGING_SECONDS
+        return found
+
+    def _could_put(self, n_bytes: int) -> bool:
         try:
             with self._begin(write=True) as txn:
                 txn.put(_PROBE, bytes(n_bytes))
