@@ -29,7 +29,7 @@ def measure(run: Run) -> list[Figure]:
     together = Crowd.on(repository)
     largest = dropped = stored = 0
     reader: subprocess.Popen[str] | None = None
-    written_before = _written_bytes()
+    written_before = crowd.written_bytes()
     for number in range(n_saves):
         if number % HANGS_EVERY == 5:
             reader = _hanging_reader(root)
@@ -46,7 +46,7 @@ def measure(run: Run) -> list[Figure]:
     tokens = crowd.chat(random, 200)
     together.save("dense", tokens)
     works = together.restored("dense", tokens) == len(tokens)
-    written = _written_bytes() - written_before
+    written = crowd.written_bytes() - written_before
     close_root(repository)
     return [
         Figure("largest root / budget", largest / CAPACITY, "x", AtMost(1.0), f"after each of {n_saves} saves over 3 models"),
@@ -58,12 +58,6 @@ def measure(run: Run) -> list[Figure]:
             "bytes written to the disk / bytes stored", written / max(1, stored), "x", None, f"{stored / 1e6:.0f} MB stored"
         ),
     ]
-
-
-def _written_bytes() -> int:
-    """Bytes that this process has caused to be written to a disk."""
-    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return int(fields["write_bytes"])
 
 
 def _hanging_reader(root: Path) -> "subprocess.Popen[str]":

@@ -81,3 +81,9 @@ def occupied(root: Path) -> int:
         except FileNotFoundError:
             continue
     return total
+
+
+def written_bytes() -> int:
+    """Bytes that this process has caused to be written to a disk."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["write_bytes"])
