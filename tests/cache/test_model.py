@@ -208,8 +208,9 @@ class CacheLife(RuleBasedStateMachine):
         assert set(before) - set(self.rows()) == set(gone)
         enough = sum(budget.footprint(entry.stored_bytes) for entry in gone) >= n_bytes
         pinned = self.pinned_rows()
+        kept = [*pinned, *self.sharing_with_pinned()]
         # Either it was enough, or nothing is left but what is pinned and what that stands on.
-        assert enough or {key_of(entry) for entry in self.rows()} <= {key_of(entry) for entry in pinned} | self.below(pinned)
+        assert enough or {key_of(entry) for entry in self.rows()} <= {key_of(entry) for entry in kept} | self.below(kept)
         assert not set(gone) & set(pinned)
         if was_whole:
             assert self.unreachable() == 0, "leaves go first"
@@ -247,6 +248,16 @@ class CacheLife(RuleBasedStateMachine):
             if wanted and self.is_reachable(row):
                 found.append(row)
         return found
+
+    def sharing_with_pinned(self) -> list[Node]:
+        """Nodes of other chats that begin as a pinned prefix does: its first tokens may come from there."""
+        borders = self.below_borders()
+        return [
+            row
+            for row in self.rows()
+            if isinstance(row, Node) and row.anchor in borders
+            if any(common((*borders[row.anchor], *numbers(row.path)), prefix) > row.start for prefix in self.pinned)
+        ]
 
     def is_reachable(self, row: Entry) -> bool:
         rows = {node.key: node for node in self.rows() if isinstance(node, Node)}
