@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from kvkeep.cache.eviction import in_order, key_of
 from kvkeep.cache.pinned import MAX_SHARE, pinned_keys
 from kvkeep.store import settings
-from kvkeep.store.blobs import PAGE_BYTES, BlobStore
+from kvkeep.store.blobs import BlobStore, footprint
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import DiskFull, TooLarge
 from kvkeep.store.hashing import PrefixHash
@@ -22,11 +22,6 @@ FILL = 0.8
 _BATCH = 256
 # What a row takes in the index, B-trees included, and somewhat more.
 _ROW_BYTES = 2048
-
-
-def footprint(stored_bytes: int) -> int:
-    """Bytes that a value takes in the map: whole pages, the first with a header of 16 bytes."""
-    return -(-(stored_bytes + 16) // PAGE_BYTES) * PAGE_BYTES
 
 
 def largest(blobs: BlobStore) -> int:

@@ -23,11 +23,11 @@ LOCK_FILE = "lock.mdb"
 PAGE_BYTES = 4096
 # How often, and how long each time, to wait for a moment in which the map's size can be taken over.
 _RESIZES = 3
+_RESIZE_SECONDS = 10.0
 # How long a writer waits for those who read what it wants to write over; and how long not any more, after it was in vain.
 ROOM_SECONDS = 2.0
 HANGING_SECONDS = 30.0
 _ASK_AGAIN = 0.02
-_RESIZE_SECONDS = 10.0
 # Each open snapshot takes one; a busy machine has a few dozen. A slot of a dead process is given back by `reader_check`.
 MAX_READERS = 254
 
@@ -328,6 +328,11 @@ _DAMAGED = (
 # What LMDB says when the disk is full. EIO too: it calls a write that fits only in part an I/O error, and that is how a
 # disk usually gets full.
 _NO_ROOM = tuple(os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO))
+
+
+def footprint(stored_bytes: int) -> int:
+    """Bytes that a value takes in the map: whole pages, the first with a header of 16 bytes."""
+    return _whole_pages(stored_bytes + 16)
 
 
 def _whole_pages(n_bytes: int) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvkeep.store import generations, rows, settings
-from kvkeep.store.blobs import PAGE_BYTES, BlobStore
+from kvkeep.store.blobs import BlobStore, footprint
 from kvkeep.store.errors import DiskFull, StoreLocked
 from kvkeep.store.hashing import BlobId
 from kvkeep.store.locks import exclusive
@@ -99,7 +99,7 @@ def plan(repository: Repository, *, into_reserve: bool = False) -> Plan:
         reserve = settings.find(snapshot.connection, settings.RESERVE_BYTES)
     return Plan(
         blobs=len(sizes),
-        live_bytes=sum(-(-(size + 16) // PAGE_BYTES) * PAGE_BYTES for size in sizes.values()),
+        live_bytes=sum(map(footprint, sizes.values())),
         garbage_blobs=garbage,
         file_bytes=repository.blobs.disk_bytes,
         index_free_bytes=repository.index.free_bytes,

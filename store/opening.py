@@ -16,7 +16,7 @@ from kvkeep.store.locks import SharedLock, exclusive
 from kvkeep.store.marker import Ending, Marker
 from kvkeep.store.pages import examine
 from kvkeep.store.private import disk_errors
-from kvkeep.store.space import DEFAULT_CAPACITY, MAX_CAPACITY, MIN_CAPACITY, Space
+from kvkeep.store.space import DEFAULT_CAPACITY, Space
 from kvkeep.store.steps import Step, reached
 from kvkeep.store.writing import Writing
 
@@ -189,11 +189,8 @@ class _Opening:
     def _take_budget(self, index: Index) -> None:
         """Divide the budget that was asked for, or the one that is remembered."""
         with index.read() as connection:
-            known = settings.find(connection, settings.CAPACITY_BYTES)
-        if known is None or not MIN_CAPACITY <= known <= MAX_CAPACITY:
-            # None, or a damaged one.
-            known = DEFAULT_CAPACITY
-        index.resize(Space(known if self._wanted is None else self._wanted))
+            known = settings.capacity(connection)
+        index.resize(Space(self._wanted or known or DEFAULT_CAPACITY))
 
     # -- the blobs ------------------------------------------------------------------------------------------------
 

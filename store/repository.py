@@ -21,7 +21,7 @@ from kvkeep.store.marker import Marker
 from kvkeep.store.opening import ROOT_LOCK, WRITER_LOCK, Parts, open_generation, open_parts
 from kvkeep.store.private import make_private_folder
 from kvkeep.store.schema import in_pieces
-from kvkeep.store.space import DEFAULT_CAPACITY, MAX_CAPACITY, MIN_CAPACITY, Space
+from kvkeep.store.space import DEFAULT_CAPACITY, Space
 from kvkeep.store.writing import Writing
 
 # How long a close waits for those who still read.
@@ -222,8 +222,8 @@ class Repository:
     def _take_over(self) -> None:
         """All that others have changed: the budget may be another one, too. The caller holds the writer's lock."""
         with self.snapshot() as snapshot:
-            wanted = settings.find(snapshot.connection, settings.CAPACITY_BYTES)
-        if wanted is not None and wanted != self.capacity_bytes and MIN_CAPACITY <= wanted <= MAX_CAPACITY:
+            wanted = settings.capacity(snapshot.connection)
+        if wanted is not None and wanted != self.capacity_bytes:
             space = Space(wanted)
             self.blobs.resize(space.map_bytes)
             self.index.resize(space)

@@ -4,6 +4,7 @@ from sqlalchemy import Connection, bindparam, select
 from sqlalchemy.dialects.sqlite import insert
 
 from kvkeep.store.schema import setting
+from kvkeep.store.space import MAX_CAPACITY, MIN_CAPACITY
 
 CAPACITY_BYTES = "capacity_bytes"
 """The byte budget that was last asked for."""
@@ -21,6 +22,12 @@ def find(connection: Connection, name: str) -> int | None:
     """What was put under this name, or None."""
     found: int | None = connection.execute(_FIND, {"wanted": name}).scalar()
     return found if isinstance(found, int) else None
+
+
+def capacity(connection: Connection) -> int | None:
+    """The budget that the root remembers, or None: nobody has asked for one, or the number is damaged."""
+    known = find(connection, CAPACITY_BYTES)
+    return known if known is not None and MIN_CAPACITY <= known <= MAX_CAPACITY else None
 
 
 def put(connection: Connection, name: str, value: int) -> None:

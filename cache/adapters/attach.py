@@ -38,7 +38,7 @@ def attach(
         llm: a `llama_cpp.Llama`. Use it from one thread at a time, as llama-cpp-python demands.
         path: the cache folder; by default `KVKEEP_PATH`, or the user's cache folder.
         capacity_bytes: byte budget of the folder, for all models together. At least 16 MiB. The folder remembers it, as it
-            does the next two; the last one who names them wins. A smaller one holds from the next open on.
+            does the next two; the last one who names them wins. A smaller one holds from the next save on.
         reserve_bytes: free disk that is left to others; by default the smaller of 5 % of the disk and 10 GiB.
         lifetime: how long what nobody uses is kept; by default as long as there is room. `timedelta(0)` ends a limit.
         break_even: restore only where that is quicker than decoding. False restores whatever can be restored.
