@@ -50,9 +50,9 @@ def make_room(writing: Writing, incoming: int, protect: Collection[PrefixHash] =
         raise TooLarge(f"{incoming} bytes don't fit into the {limit} bytes that the budget leaves for blobs")
     room = _Room(writing, incoming, rows)
     evicted: list[Entry] = []
-    while (surplus := room.surplus()) > 0 or room.surplus_rows() > 0:
+    while max(surplus := room.surplus()) > 0:
         room.check_possible()
-        chosen = _chosen(writing, surplus, room.surplus_rows(), protect)
+        chosen = _chosen(writing, *surplus, protect)
         if not chosen:
             # Blobs without rows may hold the room: killed writers leave them.
             if writing.sweep() == 0:
@@ -84,15 +84,12 @@ class _Room:
         self._by_disk = int(writing.blob_bytes(rows) * FILL)
         self._limit = min(largest(writing.blobs), self._by_disk)
 
-    def surplus(self) -> int:
-        """Bytes of blobs that are too many."""
-        return self._writing.blobs.used_bytes + self._incoming - self._limit
-
-    def surplus_rows(self) -> int:
-        """Rows of the index that are too many."""
+    def surplus(self) -> tuple[int, int]:
+        """Bytes of blobs, and rows of the index, that are too many."""
         space: Space = self._writing.index.space
-        surplus = self._writing.index.used_bytes + self._rows * _ROW_BYTES - int(space.index_bytes * FILL)
-        return -(-surplus // _ROW_BYTES)
+        of_blobs = self._writing.blobs.used_bytes + self._incoming - self._limit
+        of_index = self._writing.index.used_bytes + self._rows * _ROW_BYTES - int(space.index_bytes * FILL)
+        return of_blobs, -(-of_index // _ROW_BYTES)
 
     def check_possible(self) -> None:
         """Nobody is evicted for what can't fit anyway."""

@@ -6,7 +6,6 @@ Knows names and values only: what a value means and who still needs it is decide
 import errno
 import os
 import threading
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import lmdb
 
 from kvkeep.store.errors import DamagedFile, DiskFull, MapFull, StoreClosed, StoreError
 from kvkeep.store.hashing import BlobId
+from kvkeep.store.patience import Patience
 from kvkeep.store.private import disk_errors, make_private_folder, occupied_bytes
 
 DATA_FILE = "data.mdb"
@@ -24,10 +24,8 @@ PAGE_BYTES = 4096
 # How often, and how long each time, to wait for a moment in which the map's size can be taken over.
 _RESIZES = 3
 _RESIZE_SECONDS = 10.0
-# How long a writer waits for those who read what it wants to write over; and how long not any more, after it was in vain.
+# How long a writer waits for those who read what it wants to write over.
 ROOM_SECONDS = 2.0
-HANGING_SECONDS = 30.0
-_ASK_AGAIN = 0.02
 # Each open snapshot takes one; a busy machine has a few dozen. A slot of a dead process is given back by `reader_check`.
 MAX_READERS = 254
 
@@ -77,7 +75,7 @@ class BlobStore:
         self._ended = threading.Condition()
         self._retired = False
         self._is_shut = False
-        self._hanging_until = 0.0
+        self._patience = Patience(ROOM_SECONDS)
         with disk_errors(f"preparing {folder}"):
             make_private_folder(folder)
         if extend:
@@ -243,13 +241,7 @@ class BlobStore:
 
         Pages that somebody still reads can't be used again. Readers end soon, or hang: then it is waited for them once.
         """
-        was_patient = time.monotonic() >= self._hanging_until
-        deadline = time.monotonic() + (ROOM_SECONDS if was_patient else 0.0)
-        while not (found := self._could_put(n_bytes)) and time.monotonic() < deadline:
-            time.sleep(_ASK_AGAIN)
-        if was_patient or found:
-            self._hanging_until = 0.0 if found else time.monotonic() + HANGING_SECONDS
-        return found
+        return self._patience.until(lambda: self._could_put(n_bytes))
 
     def _could_put(self, n_bytes: int) -> bool:
         try:

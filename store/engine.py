@@ -6,7 +6,6 @@ sqlalchemy has its home in this package: here, in `schema`, and in the modules o
 import sqlite3
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvkeep.store.errors import (
     StoreLocked,
     TooNew,
 )
+from kvkeep.store.patience import Patience
 from kvkeep.store.private import make_private_file, occupied_bytes
 from kvkeep.store.schema import REVISION
 from kvkeep.store.space import DEFAULT_CAPACITY, Space
@@ -36,9 +36,6 @@ __all__ = ["BUSY_SECONDS", "Connection", "Index", "translated"]
 
 # A writer here waits this long for another process's commit; writers are serialised by `writer.lock` anyway.
 BUSY_SECONDS = 5.0
-# How long nobody waits any more for readers who keep the log from being emptied, once it was waited for them in vain.
-HANGING_SECONDS = 30.0
-_ASK_AGAIN = 0.005
 # Some seconds of work; an index of 4 GiB of ordinary models has a tenth of that.
 MAX_REWRITE_BYTES = 64 << 20
 PAGE_BYTES = 4096
@@ -77,7 +74,7 @@ class Index:
         self._engine = create_engine(URL.create("sqlite", database=str(path)))
         event.listen(self._engine, "connect", self._configure)
         event.listen(self._engine, "begin", _begin)
-        self._hanging_until = 0.0
+        self._patience = Patience(BUSY_SECONDS)
         # Connections in use, by thread.
         self._used: dict[int, list[DriverConnection]] = {}
         event.listen(self._engine, "checkout", self._taken)
@@ -172,21 +169,13 @@ class Index:
 
     def empty_log(self) -> None:
         """Move what the log holds into the file, as far as no reader needs it, and cut the log to nothing."""
-        # Readers end in milliseconds, or in seconds on a busy machine, or hang: then it is waited for them once.
-        was_patient = time.monotonic() >= self._hanging_until
-        deadline = time.monotonic() + (BUSY_SECONDS if was_patient else 0.0)
         with translated(), self._raw() as connection:
             # Asked again and again instead of SQLite's own waiting: that doesn't wait for others who do the same.
             connection.execute("PRAGMA busy_timeout=0")
             try:
-                while is_busy := connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
-                    if time.monotonic() >= deadline:
-                        break
-                    time.sleep(_ASK_AGAIN)
+                self._patience.until(lambda: not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0])
             finally:
                 connection.execute(f"PRAGMA busy_timeout={int(BUSY_SECONDS * 1000)}")
-        if was_patient or not is_busy:
-            self._hanging_until = time.monotonic() + HANGING_SECONDS if is_busy else 0.0
 
     @contextmanager
     def _raw(self) -> Iterator[DriverConnection]:
