@@ -11,28 +11,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from sqlite3 import Connection as DriverConnection
 
-from sqlalchemy import URL, Connection, create_engine, event, exc, inspect, text
+from sqlalchemy import URL, Connection, create_engine, event, inspect, text
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from kvkeep.store.errors import (
     DamagedFile,
-    DiskFull,
     IndexFull,
     KvkeepError,
     MigrationFailed,
     NotARoot,
-    StoreError,
-    StoreLocked,
     TooNew,
 )
 from kvkeep.store.patience import Patience
 from kvkeep.store.private import make_private_file, occupied_bytes
 from kvkeep.store.schema import REVISION
 from kvkeep.store.space import DEFAULT_CAPACITY, Space
+from kvkeep.store.sqlite_errors import translated, translation
 from kvkeep.store.steps import Step, reached
 
 # The type of a transaction's handle, for those above the store, who don't know sqlalchemy.
-__all__ = ["BUSY_SECONDS", "Connection", "Index", "translated"]
+__all__ = ["BUSY_SECONDS", "Connection", "Index"]
 
 # A writer here waits this long for another process's commit; writers are serialised by `writer.lock` anyway.
 BUSY_SECONDS = 5.0
@@ -188,7 +186,7 @@ class Index:
             try:
                 yield connection
             except sqlite3.Error as error:
-                raise _translation(str(error)) from error
+                raise translation(str(error)) from error
         finally:
             pooled.close()
 
@@ -361,39 +359,3 @@ def _begin(connection: Connection) -> None:
         # A plain BEGIN takes no view of the database before its first SELECT: rows read later than the blobs beside
         # them would name some that this snapshot of the blobs doesn't have.
         connection.exec_driver_sql("SELECT 1 FROM sqlite_master LIMIT 1")
-
-
-# What SQLite says, and what it is to us. Looked for in its message: the driver's classes are too coarse.
-_MEANINGS: tuple[tuple[str, type[KvkeepError]], ...] = (
-    ("database is locked", StoreLocked),
-    # Its share of the budget may be used up as well, see `max_page_count`; SQLite doesn't tell the two apart.
-    ("disk is full", DiskFull),
-    ("disk I/O error", DiskFull),
-    ("file is not a database", DamagedFile),
-    ("malformed", DamagedFile),
-    # Writers look first, under a lock: what is in the way and can't be seen stands in a damaged B-tree.
-    ("constraint failed", DamagedFile),
-    ("Could not decode to UTF-8", DamagedFile),
-    ("no such table", DamagedFile),
-    ("no such column", DamagedFile),
-    ("readonly database", NotARoot),
-    # No folder, no rights, or no room for the log; SQLite doesn't say which.
-    ("unable to open database file", StoreError),
-)
-
-
-@contextmanager
-def translated() -> Iterator[None]:
-    """SQLite's errors as ours."""
-    try:
-        yield
-    except exc.SQLAlchemyError as error:
-        raise _translation(str(getattr(error, "orig", error))) from error
-    except UnicodeDecodeError as error:
-        # A text that is none, where the driver doesn't expect it: in the schema, or in a message about it.
-        raise DamagedFile(f"the index failed: {error}") from error
-
-
-def _translation(said: str) -> KvkeepError:
-    kind = next((kind for sign, kind in _MEANINGS if sign in said), StoreError)
-    return kind(f"the index failed: {said}")

@@ -16,6 +16,11 @@ from kvkeep.store.repository import Repository
 BLOCK = block([1, 2, 3, 4])
 
 
+def full(*_: object) -> object:
+    """What a full disk does."""
+    raise DiskFull("no room")
+
+
 def test_the_last_reader_closes_what_nobody_waited_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CLOSE_SECONDS", 0.01)
     repository = open_root(root, 32 << 20)
@@ -61,9 +66,6 @@ def test_interrupted_mending_is_done_by_the_next_one(
 
 
 def test_a_disk_that_is_full_while_it_is_mended_is_tried_again(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> object:
-        raise DiskFull("no room")
-
     with monkeypatch.context() as patch:
         patch.setattr(module, "open_parts", full)
         with pytest.raises(DiskFull):
@@ -79,9 +81,6 @@ def test_a_disk_that_is_full_while_it_is_mended_is_tried_again(repository: Repos
 def test_what_is_lost_can_be_closed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     repository = open_root(root, 32 << 20)
 
-    def full(*_: object) -> object:
-        raise DiskFull("no room")
-
     with monkeypatch.context() as patch:
         patch.setattr(module, "open_parts", full)
         with pytest.raises(DiskFull):
@@ -91,9 +90,6 @@ def test_what_is_lost_can_be_closed(root: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_budget_that_cant_be_remembered_leaves_nothing_open(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise DiskFull("no room")
-
     with monkeypatch.context() as patch:
         patch.setattr(Repository, "agree_on_capacity", full)
         with pytest.raises(DiskFull):

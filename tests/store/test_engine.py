@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import exc, text
 
 from kvkeep.store import engine
-from kvkeep.store.engine import Index, translated
+from kvkeep.store.engine import Index
 from kvkeep.store.errors import (
     DamagedFile,
     DiskFull,
@@ -24,6 +24,7 @@ from kvkeep.store.errors import (
 )
 from kvkeep.store.registry import close_root, open_root
 from kvkeep.store.schema import REVISION
+from kvkeep.store.sqlite_errors import translated
 
 
 @pytest.fixture
