@@ -96,7 +96,8 @@ class BlobStore:
                 # Read-ahead is off in LMDB's advice for data larger than memory; a restore reads whole values in a
                 # row, and a cold page cache is the case that people wait for, so it stays on.
                 readahead=True,
-                meminit=False,
+                # Pages come from the heap as it is otherwise, with what the program had there before: somebody's chat.
+                meminit=True,
                 sync=self._durable,
             )
             env.reader_check()

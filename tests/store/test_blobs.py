@@ -260,3 +260,27 @@ def test_other_errors_are_store_errors_and_keep_their_text() -> None:
     with pytest.raises(StoreError, match="mdb_get: something else") as caught, _translated():
         raise lmdb.Error("mdb_get: something else")
     assert not isinstance(caught.value, DiskFull)
+
+
+HEAP_CHILD = """
+import sys
+from pathlib import Path
+from kvkeep.store.blobs import BlobStore
+from kvkeep.store.hashing import blob_id
+
+store = BlobStore(Path(sys.argv[1]), 4 << 20)
+chat = [bytearray(b"what somebody said. " * 256) for _ in range(2000)]
+# Every other one, so that the heap keeps the rest between them, as it is in a program that has run for long.
+del chat[::2]
+values = [bytes([number]) * size for number, size in enumerate((100, 1500, 3000, 9000, 60000))]
+store.put((blob_id(value), value) for value in values)
+store.put((blob_id(value), value) for value in [b"more" * number for number in range(1, 400)])
+store.delete([blob_id(value) for value in values])
+store.close()
+"""
+
+
+def test_nothing_of_the_program_s_memory_comes_into_the_file(tmp_path: Path) -> None:
+    """What is free in a page would otherwise be what the heap held there before: the person's text."""
+    subprocess.run([sys.executable, "-c", HEAP_CHILD, str(tmp_path)], check=True)
+    assert b"somebody said" not in (tmp_path / DATA_FILE).read_bytes()

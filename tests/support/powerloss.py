@@ -20,6 +20,7 @@ from random import Random
 from typing import TypeAlias
 
 from faults import Kind, Operation
+from sparse import ranges
 
 SECTOR = 512
 _CHUNK = 1 << 20
@@ -275,15 +276,8 @@ def _build(names: Names, parts: dict[File, list[Change]], target: Path) -> None:
 def _copy(source: Path, descriptor: int) -> None:
     """The content of a file, with its holes."""
     with source.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        os.ftruncate(descriptor, size)
-        at = 0
-        while at < size:
-            try:
-                at = os.lseek(file.fileno(), at, os.SEEK_DATA)
-            except OSError:
-                return  # nothing but a hole up to the end
-            end = os.lseek(file.fileno(), at, os.SEEK_HOLE)
+        os.ftruncate(descriptor, os.fstat(file.fileno()).st_size)
+        for at, end in ranges(file.fileno()):
             while at < end:
                 at += os.pwrite(descriptor, os.pread(file.fileno(), min(_CHUNK, end - at), at), at)
 
