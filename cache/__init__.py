@@ -5,6 +5,10 @@
     llm = Llama(model_path, n_ctx=8192)
     keep = attach(llm)
 
+or, in place of llama-cpp-python's own caches, with nothing but the import changed:
+
+    from kvkeep.cache import LlamaDiskCache, LlamaRAMCache
+
 The names below are loaded on first use, so that tools that only read a store never import llama_cpp.
 """
 
@@ -12,14 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvkeep.cache.adapters.attach import Attached, attach
+    from kvkeep.cache.adapters.base_cache import BaseLlamaCache
     from kvkeep.cache.adapters.checkpoint_cache import HybridCheckpoint, HybridCheckpointCache
+    from kvkeep.cache.adapters.disk_cache import LlamaDiskCache
     from kvkeep.cache.adapters.llama_cache import PersistentLlamaCache
+    from kvkeep.cache.adapters.memory_caches import LlamaCache, LlamaRAMCache, LlamaTrieCache
     from kvkeep.cache.match import Match, Reason, Source
 
 __all__ = [
     "Attached",
+    "BaseLlamaCache",
     "HybridCheckpoint",
     "HybridCheckpointCache",
+    "LlamaCache",
+    "LlamaDiskCache",
+    "LlamaRAMCache",
+    "LlamaTrieCache",
     "Match",
     "PersistentLlamaCache",
     "Reason",
@@ -30,8 +42,13 @@ __all__ = [
 _HOMES = {
     "Attached": "kvkeep.cache.adapters.attach",
     "attach": "kvkeep.cache.adapters.attach",
+    "BaseLlamaCache": "kvkeep.cache.adapters.base_cache",
     "HybridCheckpoint": "kvkeep.cache.adapters.checkpoint_cache",
     "HybridCheckpointCache": "kvkeep.cache.adapters.checkpoint_cache",
+    "LlamaCache": "kvkeep.cache.adapters.memory_caches",
+    "LlamaDiskCache": "kvkeep.cache.adapters.disk_cache",
+    "LlamaRAMCache": "kvkeep.cache.adapters.memory_caches",
+    "LlamaTrieCache": "kvkeep.cache.adapters.memory_caches",
     "PersistentLlamaCache": "kvkeep.cache.adapters.llama_cache",
     "Match": "kvkeep.cache.match",
     "Reason": "kvkeep.cache.match",

@@ -166,12 +166,29 @@ def _read(cursor: _Cursor, form: Form, shape: _Shape, v_trans: bool | None, ext:
     return State(tuple(caches), window, recurrent)
 
 
+def architecture(data: Any) -> str:
+    """The architecture that a state in the whole form names.
+
+    Raises:
+        LayoutError: it names none.
+    """
+    name = _architecture(_Cursor(np.frombuffer(data, np.uint8), any_streams=False))
+    try:
+        return name.decode()
+    except UnicodeDecodeError as error:
+        raise UnknownLayout(f"the name of the architecture is no text: {name[:32]!r}") from error
+
+
+def _architecture(cursor: _Cursor) -> bytes:
+    length = cursor.u32()
+    if not 0 < length <= MAX_ARCH_BYTES:
+        raise UnknownLayout(f"the name of an architecture can't have {length} bytes")
+    return cursor.take(length).tobytes()
+
+
 def _skip_head(cursor: _Cursor, form: Form) -> None:
     if form is Form.WHOLE:
-        length = cursor.u32()
-        if not 0 < length <= MAX_ARCH_BYTES:
-            raise UnknownLayout(f"the name of an architecture can't have {length} bytes")
-        cursor.take(length)
+        _architecture(cursor)
         return
     magic = cursor.u32()
     if magic != SEQUENCE_MAGIC:
@@ -201,13 +218,16 @@ def _attention(cursor: _Cursor, v_trans: bool | None, ext: bool, has_values: boo
 
 def _cells(cursor: _Cursor, n_cells: int, ext: bool) -> tuple[npt.NDArray[np.int32], Bytes]:
     size = CELL_BYTES + (EXT_BYTES if ext else 0)
+    at = cursor.at
     records = cursor.take(n_cells * size).reshape(n_cells, size)
+    behind, cursor.at = cursor.at, at  # only cells that make sense are a way that went far
     fields = np.ascontiguousarray(records[:, :8]).view("<i4")
     sequences = np.ascontiguousarray(records[:, -4:]).view("<i4")
     if (fields[:, 1] != 1).any() or (sequences != sequences[0]).any():
         raise UnknownLayout("cells belong to other sequences than one")
     if (fields[:, 0] < 0).any():
         raise UnknownLayout("a cell has a negative position")
+    cursor.at = behind
     return fields[:, 0], records[:, 8:-4].reshape(1, n_cells, size - CELL_BYTES)
 
 

@@ -113,6 +113,12 @@ def every(connection: Connection) -> list[Namespace]:
     return [_namespace(row) for row in connection.execute(select(namespace).order_by(namespace.c.used.desc())).mappings()]
 
 
+def ingredients(connection: Connection) -> dict[Fingerprint, dict[str, str]]:
+    """What went into each fingerprint."""
+    found = connection.execute(select(namespace.c.fingerprint, namespace.c.ingredients))
+    return {Fingerprint(row.fingerprint): _ingredients(row.ingredients) for row in found}
+
+
 def named(connection: Connection, text: str) -> list[Namespace]:
     """Namespaces whose label is `text`, or whose fingerprint begins with it, in hexadecimal digits."""
     wanted = text.lower()

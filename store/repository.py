@@ -114,6 +114,11 @@ class Repository:
         if wanted is not None and wanted != (DEFAULT_CAPACITY if known is None else known):
             self.agree_on(settings.CAPACITY_BYTES, wanted)
 
+    @property
+    def remembers_capacity(self) -> bool:
+        """Whether anybody has asked for a budget yet."""
+        return self._remembered(settings.CAPACITY_BYTES) is not None
+
     def agree_on(self, name: str, wanted: int | None) -> None:
         """Remember a setting that all processes agree on. None is no wish."""
         if wanted is not None and wanted != self._remembered(name):

@@ -102,6 +102,15 @@ class Attachment:
         self._ending = Ending(llm, self._session.close)
 
     @property
+    def is_active(self) -> bool:
+        """Whether it stands in front of the model's methods: not after `close` or `detach`."""
+        return self._wrapping.active
+
+    def _is_wanted(self, llm: Any) -> bool:
+        """Whether the model still uses this cache. Asked before each prompt; if not, it is closed."""
+        return True
+
+    @property
     def last(self) -> Match | None:
         """What the last request reused; None before the first."""
         return self._session.last
@@ -206,6 +215,10 @@ class Attachment:
 
     def _generate(self, llm: Any, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
         # Bound here and not in the generator, so that a wrong argument is an error of the call, as it is in Llama's own.
+        if not self._is_wanted(llm):
+            self.close()
+            stream: Generator[int, Any, None] = self._wrapping.original(llm, "generate")(tokens, *args, **kwargs)
+            return stream
         bound = self._signature.bind(llm, tokens, *args, **kwargs)
         bound.apply_defaults()
         return self._generated(llm, tokens, bound.arguments["reset"], args, kwargs)
@@ -250,6 +263,10 @@ class Attachment:
 
     def _eval(self, llm: Any, tokens: Sequence[int]) -> None:
         if not self._inside:
+            if not self._is_wanted(llm):
+                self.close()
+                self._wrapping.original(llm, "eval")(tokens)
+                return
             # Chat handlers clear the context and call eval themselves: that is a prompt too.
             if llm.n_tokens == 0 and len(tokens) > 1:
                 tokens = tokens[self._session.settle(llm, tokens).length :]

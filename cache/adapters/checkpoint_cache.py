@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 import llama_cpp
 import numpy as np
-from llama_cpp.llama_cache import BaseLlamaCache
 
 from kvkeep.cache.adapters.attach import session_options
 from kvkeep.cache.adapters.backing import Backing, Wishes
+from kvkeep.cache.adapters.base_cache import BaseLlamaCache
 from kvkeep.cache.adapters.context import ON_DEVICE, PARTIAL_ONLY, Context, LiveContext, address, memory_of
 from kvkeep.cache.adapters.ending import Ending
 from kvkeep.cache.adapters.live import is_private

@@ -74,16 +74,30 @@ class Context:
         written = int(llama_cpp.llama_state_get_data(self.ctx, state.ctypes.data_as(_BYTE_POINTER), size))
         return _complete(state, written)
 
+    def put_whole(self, state: Bytes) -> None:
+        """Hand over the state of all sequences. After an error the memory may hold anything: clear it.
+
+        Raises:
+            StateRefused: fewer bytes were taken than given.
+        """
+        self._took(state, lambda pointer: llama_cpp.llama_state_set_data(self.ctx, pointer, state.nbytes))
+
     def put(self, state: Bytes, seq_id: int, flags: int = 0) -> None:
         """Hand a state to a sequence. After an error the memory may hold anything: clear it.
 
         Raises:
             StateRefused: fewer bytes were taken than given.
         """
+        self._took(
+            state,
+            lambda pointer: llama_cpp.llama_state_seq_set_data_ext(self.ctx, pointer, state.nbytes, seq_id, flags),
+        )
+
+    @staticmethod
+    def _took(state: Bytes, hand_over: Callable[[Any], Any]) -> None:
         if state.nbytes == 0:
             raise StateRefused("a state has more than no bytes")
-        pointer = state.ctypes.data_as(_BYTE_POINTER)
-        taken = int(llama_cpp.llama_state_seq_set_data_ext(self.ctx, pointer, state.nbytes, seq_id, flags))
+        taken = int(hand_over(state.ctypes.data_as(_BYTE_POINTER)))
         if taken != state.nbytes:
             raise StateRefused(f"llama.cpp took {taken} of {state.nbytes} bytes")
 

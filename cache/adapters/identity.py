@@ -5,7 +5,11 @@ from typing import Any
 
 import llama_cpp
 
-from kvkeep.cache.fingerprint import Ingredients, model_files
+from kvkeep.cache.fingerprint import Identification, Ingredients, model_files
+from kvkeep.cache.memory import Memory
+from kvkeep.cache.prefix_cache import Identity
+from kvkeep.store.hashing import Fingerprint
+from kvkeep.store.repository import Repository
 
 # Fields of llama_context_params that change keys and values. Not in it, because they change only speed or rounding:
 # n_ctx (but see `_beyond_original_context`), n_batch, n_ubatch, n_threads, n_seq_max, offload_kqv, op_offload.
@@ -50,6 +54,29 @@ def ingredients_of(llm: Any, extra: str = "") -> Ingredients:
         fields["lora_scale"] = repr(float(llm.lora_scale))
         files += (llm.lora_path,)
     return Ingredients(fields, files)
+
+
+def identified(llm: Any, repository: Repository, memory: Memory, extra: str = "") -> Identity:
+    """Whose states this model's are. Reads its files, unless their digests are remembered, and waits for that.
+
+    Args:
+        llm: a `llama_cpp.Llama`.
+        repository: where digests are remembered.
+        memory: what its memory consists of.
+        extra: as in `ingredients_of`.
+
+    Raises:
+        OSError, KvkeepError: a file or the repository can't be read.
+    """
+    ingredients = ingredients_of(llm, extra)
+    found: list[Fingerprint] = []
+    errors: list[Exception] = []
+    identification = Identification(ingredients, repository, found.append, errors.append)
+    identification.start()
+    identification.wait()
+    if errors:
+        raise errors[0]
+    return Identity(found[0], label_of(llm), ingredients.fields, memory)
 
 
 def label_of(llm: Any) -> str:

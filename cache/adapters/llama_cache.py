@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import LlamaState
-from llama_cpp.llama_cache import BaseLlamaCache
 
 from kvkeep.cache.adapters.attach import Attachment, session_options
 from kvkeep.cache.adapters.backing import Wishes
+from kvkeep.cache.adapters.base_cache import BaseLlamaCache
 from kvkeep.cache.match import Match
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.state import Form
@@ -77,7 +77,7 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         Raises:
             KeyError: nothing of it is stored, it couldn't be restored, or decoding is quicker. The text says which.
         """
-        if not self._wrapping.active:
+        if not self.is_active:
             raise KeyError("the cache is closed")
         llm = self._model()
         tokens = list(key)
@@ -89,22 +89,28 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         if cache is None:
             raise KeyError(str(match))
         # No longer than what the context holds now, or Llama would load it over that.
-        stored = self._stored(cache, tokens[: match.length])
+        stored = self.stored(tokens[: match.length])
         if stored is None:
             raise KeyError(str(match))
         return StoredState(llm, cache, stored, np.asarray(tokens[: stored.length], np.int32))
 
-    def _stored(self, cache: PrefixCache, tokens: list[int]) -> Match | None:
+    def stored(self, key: Sequence[int]) -> Match | None:
+        """What is stored of a key's beginning, for use with `load_state`; None if nothing, or once the cache is closed."""
+        cache = self._session.cache
         found: Match | None = None
-        with self._session.reporter.border("looking up a prompt"):
-            match = cache.match(tokens, form=Form.WHOLE)
-            found = match if match.length else None
+        if cache is not None and self.is_active:
+            with self._session.reporter.border("looking up a prompt"):
+                match = cache.match(list(key), form=Form.WHOLE)
+                found = match if match.length else None
         return found
+
+    def _find_longest_prefix_key(self, key: tuple[int, ...]) -> tuple[int, ...] | None:
+        found = self.stored(key)
+        return None if found is None else tuple(key[: found.length])
 
     def __contains__(self, key: Sequence[int]) -> bool:
         """Whether at least one token of the key's beginning is stored. False once the cache is closed."""
-        cache = self._session.cache
-        return self._wrapping.active and cache is not None and self._stored(cache, list(key)) is not None
+        return self.stored(key) is not None
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
         """Keep the model's context, if it is what `value` says it is.
@@ -112,7 +118,7 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         `key` isn't looked at: `Llama` passes prompt and answer, which can be a token longer than the state. Only the
         live context is known to hold what its tokens say, so a state of something else is not kept, and counted.
         """
-        if not self._wrapping.active:
+        if not self.is_active:
             return
         llm = self._model()
         tokens = np.asarray(value.input_ids)[: value.n_tokens]

@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent.parent / "support"))
 
 import runner
 
-BENCHES = ("restore", "save_cost", "background", "checkpoints", "growth", "compare")
+BENCHES = ("restore", "save_cost", "background", "checkpoints", "growth", "compare", "lookup")
 
 
 def main() -> None:

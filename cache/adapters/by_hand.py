@@ -1,0 +1,159 @@
+"""States that are handed over without the model they belong to, kept apart by what they say about themselves.
+
+A `LlamaState` names its architecture, and shows the shapes of its memory, of the vocabulary and of the context. It doesn't show
+weights, adapters and rope settings: two models of one family, or a model and its fine-tune, look alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import llama_cpp
+import numpy as np
+from llama_cpp import LlamaState
+
+from kvkeep.cache.layout import Bytes, pack_all
+from kvkeep.cache.match import Match
+from kvkeep.cache.memory import Memory, MemoryKind
+from kvkeep.cache.prefix_cache import Identity, PrefixCache
+from kvkeep.cache.state import Form, State, architecture, parse
+from kvkeep.store import namespaces
+from kvkeep.store.errors import LayoutError, UnknownLayout, UsageError
+from kvkeep.store.hashing import Fingerprint, digest_fields
+from kvkeep.store.repository import Repository
+
+# Written into every such namespace: another text here makes every state that was stored by hand unreachable.
+PURPOSE = "kvkeep 2026-11 what a state says about itself"
+
+# Memories that bytes alone can tell from others, and can be cut without knowing more. Two attention caches are cut only where
+# both hold every position, and then it doesn't matter whether one of them has a window.
+_KINDS = (MemoryKind.ATTENTION, MemoryKind.HYBRID, MemoryKind.RECURRENT)
+_KIND, _ARCH, _N_VOCAB, _N_CTX = "kind", "architecture", "n_vocab", "input_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class _Signature:
+    """What a state says about itself.
+
+    Attributes:
+        fields: everything, by name; it becomes the namespace's ingredients.
+    """
+
+    fields: dict[str, str]
+
+    @classmethod
+    def of(cls, value: LlamaState, data: Bytes) -> "_Signature":
+        """Raises LayoutError where the state has a memory that can't be told from others by its bytes."""
+        kind, state = _parsed(data)
+        layouts = pack_all([cells.layout for cells in state.caches])
+        scores = np.asarray(value.scores)
+        return cls(
+            {
+                "interface": "LlamaState",
+                _KIND: kind.value,
+                _ARCH: architecture(data),
+                _N_VOCAB: str(scores.shape[-1] if scores.ndim else 0),
+                # Llama takes over the array as it is, and fails later if it isn't as long as its own n_ctx.
+                _N_CTX: str(np.asarray(value.input_ids).size),
+                "layouts": layouts.hex(),
+                "recurrent_bytes": str(0 if state.recurrent is None else state.recurrent.data.size),
+                **_versions(),
+            }
+        )
+
+    @property
+    def identity(self) -> Identity:
+        fingerprint = Fingerprint(digest_fields(PURPOSE, sorted(self.fields.items())))
+        label = f"{self.fields[_ARCH]}, stored by hand"
+        return Identity(fingerprint, label, self.fields, Memory(MemoryKind(self.fields[_KIND])))
+
+
+def _versions() -> dict[str, str]:
+    return {"llama_cpp_python": llama_cpp.__version__, "session_version": str(llama_cpp.LLAMA_SESSION_VERSION)}
+
+
+def _parsed(data: Bytes) -> tuple[MemoryKind, State]:
+    for kind in _KINDS:
+        try:
+            return kind, parse(data, Form.WHOLE, Memory(kind))
+        except LayoutError:
+            continue
+    raise UnknownLayout("a state of this kind can be kept only if the model is known")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the longest beginning of a key is stored."""
+
+    cache: PrefixCache
+    match: Match
+
+
+class StatesByHand:
+    """States of any models in one repository, without their models.
+
+    Args:
+        repository: where they are kept.
+    """
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+        self._last: Fingerprint | None = None
+        """Of the state that was last stored here: whoever asks next most likely asks for that model."""
+
+    def save(self, value: LlamaState) -> None:
+        """Store a state under the tokens that it says it holds.
+
+        Raises:
+            UsageError: it names fewer tokens than it has.
+            LayoutError: its memory can't be told from others by its bytes, or it doesn't hold those tokens.
+            CapacityError, StoreError: it, or all but a first part of it, wasn't stored.
+        """
+        ids = np.asarray(value.input_ids)
+        if not 0 < value.n_tokens <= ids.size:
+            raise UsageError(f"a state of {value.n_tokens} tokens names {ids.size}")
+        data = np.frombuffer(value.llama_state, np.uint8)[: value.llama_state_size]
+        identity = _Signature.of(value, data).identity
+        PrefixCache(self._repository, identity).save(ids[: value.n_tokens], data, Form.WHOLE)
+        self._last = identity.fingerprint
+
+    def find(self, key: Sequence[int]) -> Found | None:
+        """The longest beginning of a key that can be restored, or None.
+
+        That of the model whose state was last stored here comes first; states of several others make none, because nobody
+        knows which of them is wanted.
+        """
+        found = [Found(cache, match) for cache in self._caches() if (match := cache.match(key, form=Form.WHOLE)).length]
+        if mine := [one for one in found if one.cache.identity.fingerprint == self._last]:
+            return mine[0]
+        return found[0] if len(found) == 1 else None
+
+    def _caches(self) -> list[PrefixCache]:
+        with self._repository.rows() as connection:
+            known = namespaces.ingredients(connection)
+        signatures = [_Signature(fields) for fields in known.values() if {_KIND, _ARCH, _N_VOCAB, _N_CTX} <= fields.keys()]
+        # Only what this version of llama.cpp wrote, and what really is such a signature.
+        return [
+            PrefixCache(self._repository, one.identity)
+            for one in signatures
+            if _versions().items() <= one.fields.items() and one.identity.fingerprint in known
+        ]
+
+    @staticmethod
+    def state(found: Found, key: Sequence[int], seed: int) -> LlamaState:
+        """What was found, as `Llama.load_state` takes it.
+
+        `input_ids` is as long as it was, -1 behind the state's end; `scores` is zeros of shape (1, n_vocab).
+
+        Raises:
+            KeyError: it doesn't verify; what is damaged is removed.
+        """
+        fields = found.cache.identity.ingredients
+        restored = found.cache.restore(found.match, key, form=Form.WHOLE, arch=fields[_ARCH])
+        if restored.damaged:
+            found.cache.quarantine(restored.damaged)
+        if restored.length == 0:
+            raise KeyError(f"the stored state is damaged: {restored.detail}")
+        ids = np.full(int(fields[_N_CTX]), -1, np.int32)
+        ids[: restored.length] = key[: restored.length]
+        scores = np.zeros((1, int(fields[_N_VOCAB])), np.single)
+        return LlamaState(ids, scores, restored.length, restored.state.tobytes(), restored.state.nbytes, seed)

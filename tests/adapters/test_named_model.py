@@ -1,0 +1,162 @@
+"""A named model tells its own states from those of others, and is empty afterwards."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llamas import Q8_0, first_logits, load, random_tokens, sequence_state, whole_state
+
+from kvkeep.cache import attach
+from kvkeep.cache.adapters.loading import llama_settings
+from kvkeep.cache.adapters.named_model import NamedModel
+from kvkeep.cache.state import Form
+from kvkeep.store.errors import LayoutError, UsageError
+from kvkeep.store.registry import close_root, open_root
+from kvkeep.store.repository import Repository
+
+KINDS = ["dense", "mla", "mrope", "two_caches", "window", "recurrent", "hybrid", "falcon_h1", "hybrid_window", "opaque"]
+TOKENS = np.asarray(random_tokens(300), np.int32)
+
+
+@pytest.fixture
+def repository(root: Path) -> Iterator[Repository]:
+    opened = open_root(root)
+    yield opened
+    close_root(opened)
+
+
+def written(path: str, form: Form, n_tokens: int = len(TOKENS), **options: Any) -> Any:
+    """The state of a context that has decoded the first tokens."""
+    llm = load(path, **options)
+    llm.eval(TOKENS[:n_tokens].tolist())
+    state = sequence_state(llm) if form is Form.SEQUENCE else whole_state(llm)
+    llm.close()
+    return state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("form", list(Form))
+def test_its_own_states_are_taken_and_leave_nothing(
+    kind: str, form: Form, repository: Repository, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(kind)
+    llm = load(path)
+    cold = first_logits(llm, TOKENS[:20].tolist())
+    model = NamedModel(llm, repository)
+    model.check(TOKENS, written(path, form), form)
+    assert llm.n_tokens == 0
+    assert np.array_equal(first_logits(llm, TOKENS[:20].tolist()), cold)
+
+
+def test_it_is_the_model_that_attach_sees(dense: str, repository: Repository, root: Path) -> None:
+    model = NamedModel(load(dense), repository, identity="mine")
+    llm = load(dense)
+    with attach(llm, root, identity="mine") as keep:
+        llm.create_completion(TOKENS.tolist(), max_tokens=1)
+        keep.flush()
+        cache = keep._session.cache
+        assert cache is not None
+        assert cache.identity == model.identity
+
+
+@pytest.mark.parametrize(
+    ("theirs", "options", "ours", "our_options", "why"),
+    [
+        ("dense", {}, "dense", {"flash_attn": True}, "v_trans 1.*settings say False"),
+        ("dense", {"type_k": Q8_0}, "dense", {}, "other settings"),
+        ("dense", {}, "window", {}, "architecture|parts end|expected|announced"),
+        ("hybrid", {}, "recurrent", {}, "architecture|recurrent part|streams|expected"),
+        ("dense", {}, "hybrid", {}, "architecture|announced|recurrent"),
+        ("mla", {}, "dense", {}, "architecture|other settings|announced|parts end"),
+    ],
+)
+@pytest.mark.parametrize("form", list(Form))
+def test_others_states_are_refused(
+    theirs: str,
+    options: dict[str, Any],
+    ours: str,
+    our_options: dict[str, Any],
+    why: str,
+    form: Form,
+    repository: Repository,
+    request: pytest.FixtureRequest,
+) -> None:
+    state = written(request.getfixturevalue(theirs), form, **options)
+    model = NamedModel(load(request.getfixturevalue(ours), **our_options), repository)
+    with pytest.raises(LayoutError, match=why):
+        model.check(TOKENS, state, form)
+
+
+@pytest.mark.parametrize("kind", ["dense", "window", "hybrid", "opaque"])
+def test_a_state_of_fewer_tokens_or_cut_bytes_is_refused(
+    kind: str, repository: Repository, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(kind)
+    model = NamedModel(load(path), repository)
+    for form in Form:
+        state = written(path, form)
+        for data, tokens in (
+            (state, TOKENS[:-1]),
+            (state[:-1], TOKENS),
+            (state[: state.size // 2], TOKENS),
+            (state[:0], TOKENS),
+        ):
+            with pytest.raises(LayoutError):
+                model.check(tokens, data, form)
+        model.check(TOKENS, state, form)
+
+
+def test_tokens_that_the_model_does_not_have(dense: str, repository: Repository) -> None:
+    model = NamedModel(load(dense), repository)
+    state = written(dense, Form.SEQUENCE)
+    for bad in (-1, 512, 2**31 - 1):
+        tokens = TOKENS.copy()
+        tokens[7] = bad
+        with pytest.raises(LayoutError, match="vocabulary has 512"):
+            model.check(tokens, state, Form.SEQUENCE)
+    with pytest.raises(LayoutError, match="no tokens"):
+        model.check(TOKENS[:0], state, Form.SEQUENCE)
+
+
+def test_a_state_longer_than_the_context(dense: str, opaque: str, repository: Repository) -> None:
+    NamedModel(load(dense, n_ctx=64), repository).check(TOKENS, written(dense, Form.SEQUENCE), Form.SEQUENCE)
+    with pytest.raises(UsageError, match="n_ctx"):
+        NamedModel(load(opaque, n_ctx=64), repository).check(TOKENS, written(opaque, Form.SEQUENCE), Form.SEQUENCE)
+
+
+def test_settings_as_people_write_them() -> None:
+    given = [
+        "n_ctx=8192",
+        "flash_attn=true",
+        "type_k=q8_0",
+        "type_v=1",
+        "rope_freq_base=1e6",
+        "swa_full=False",
+        "lora_path=a=b.gguf",
+    ]
+    assert llama_settings(given) == {
+        "n_ctx": 8192,
+        "flash_attn": True,
+        "type_k": 8,
+        "type_v": 1,
+        "rope_freq_base": 1e6,
+        "swa_full": False,
+        "lora_path": "a=b.gguf",
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("n_ctx", "has no ="),
+        ("nctx=5", "no setting 'nctx'.*n_ctx"),
+        ("model_path=x", "no setting 'model_path'"),
+        ("type_k=f17", "'f17' is no type"),
+        ("=5", "no setting ''"),
+    ],
+)
+def test_settings_that_llama_does_not_take(given: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        llama_settings([given])
