@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvkeep.tools.console import make_console
 
@@ -26,3 +26,21 @@ def bytes_progress(what: str) -> Iterator[Report]:
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def count_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """The same for things that are counted; what is yielded is called with how many more are done.
+
+    Args:
+        what: what is being done, such as `Decoding`.
+        total: how many there are.
+    """
+    console = make_console(stderr=True)
+    if not console.is_terminal:
+        yield lambda more: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda more: bar.advance(task, more)

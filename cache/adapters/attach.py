@@ -18,7 +18,7 @@ from kvkeep.cache.adapters.wrapping import Wrapping
 from kvkeep.cache.match import Match, Reason
 from kvkeep.cache.paths import resolve_root
 from kvkeep.cache.report import Stats
-from kvkeep.store.errors import UsageError
+from kvkeep.store.errors import KvkeepError, UsageError
 from kvkeep.store.space import DEFAULT_CAPACITY
 
 
@@ -139,6 +139,37 @@ class Attachment:
         with self._session.no_store(llm):
             yield
 
+    def warm(self, prompt: str | Sequence[int], progress: Callable[[int], None] = lambda n_tokens: None) -> Match:
+        """Have the context hold a prompt and the store keep it, without generating: for what every chat will begin with.
+
+        Args:
+            prompt: as in `pin`.
+            progress: called with how many tokens have come in since the last call.
+
+        Returns:
+            What of it was there already.
+
+        Raises:
+            UsageError: it has no tokens, or more than the context; or the cache isn't usable.
+            KvkeepError: it wasn't stored.
+        """
+        tokens = self._tokens_of(prompt)
+        llm = self._model()
+        if not 0 < len(tokens) <= llm.n_ctx():
+            raise UsageError(f"the prompt has {len(tokens)} tokens, the context has room for {llm.n_ctx()}")
+        self._session.usable_cache()
+        match = self._session.settle(llm, tokens)
+        progress(match.length)
+        for start in range(llm.n_tokens, len(tokens), llm.n_batch):
+            piece = tokens[start : start + llm.n_batch]
+            self._decode(llm, piece)
+            progress(len(piece))
+        self.flush()
+        stored = self._session.usable_cache().match(tokens).length
+        if stored < len(tokens):
+            raise KvkeepError(f"of {len(tokens)} tokens only {stored} are stored; the log says why")
+        return match
+
     def pin(self, prompt: str | Sequence[int] | None = None) -> int:
         """Keep what is stored of a prompt's beginning, now and later, whatever the budget and its lifetime say.
 
@@ -181,10 +212,13 @@ class Attachment:
             return [int(token) for token in self._session.public_tokens()]
         if not isinstance(prompt, str):
             return prompt
+        return [int(token) for token in self._model().tokenize(prompt.encode(), special=True)]
+
+    def _model(self) -> Any:
         llm = self._llm_ref()
         if llm is None:
-            raise UsageError("a text can't be tokenized: the model is gone")
-        return [int(token) for token in llm.tokenize(prompt.encode(), special=True)]
+            raise UsageError("the model that this cache was made for is gone")
+        return llm
 
     def flush(self, timeout: float | None = None) -> bool:
         """Store everything now. Returns False if `timeout` seconds weren't enough."""
@@ -271,6 +305,9 @@ class Attachment:
             if llm.n_tokens == 0 and len(tokens) > 1:
                 tokens = tokens[self._session.settle(llm, tokens).length :]
             self._handed_over = True
+        self._decode(llm, tokens)
+
+    def _decode(self, llm: Any, tokens: Sequence[int]) -> None:
         for piece in self._session.pieces(llm, tokens):
             with self._session.observe(llm, piece):
                 self._wrapping.original(llm, "eval")(piece)

@@ -1,7 +1,6 @@
 """`PersistentLlamaCache`: the plain `BaseLlamaCache` interface, for code that only knows `set_cache`."""
 
 import os
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,7 +15,7 @@ from kvkeep.cache.adapters.base_cache import BaseLlamaCache
 from kvkeep.cache.match import Match
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.state import Form
-from kvkeep.store.errors import KvkeepError, UsageError
+from kvkeep.store.errors import KvkeepError
 from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.space import DEFAULT_CAPACITY
 
@@ -37,7 +36,6 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
 
     def __init__(self, llm: Any, options: dict[str, Any]) -> None:
         BaseLlamaCache.__init__(self, options["wishes"].capacity_bytes)
-        self._llm = weakref.ref(llm)
         self._asked: list[int] | None = None
         Attachment.__init__(self, llm, options)
 
@@ -130,15 +128,9 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
     def detach(self) -> None:
         """Leave the model as it was before, without this cache. What waits is still stored."""
         super().detach()
-        llm = self._llm()
+        llm = self._llm_ref()
         if llm is not None and llm.cache is self:
             llm.set_cache(None)
-
-    def _model(self) -> Any:
-        llm = self._llm()
-        if llm is None:
-            raise UsageError("the model that this cache was made for is gone")
-        return llm
 
     def _settle(self, llm: Any, prompt: list[int]) -> None:
         # Llama has just asked for this prompt, and nothing was decoded since.

@@ -2,7 +2,8 @@
 
 import inspect
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from kvkeep.store.errors import UsageError
@@ -28,6 +29,31 @@ def load_llama(path: str, **options: Any) -> Any:
         return llama_cpp.Llama(path, verbose=False, **options)
     except (ValueError, RuntimeError, OSError, TypeError) as error:
         raise UsageError(f"the model {path} can't be loaded: {error}") from error
+
+
+@contextmanager
+def loaded_for(
+    path: str, settings: dict[str, Any], prompt: Callable[[Any], Sequence[int]]
+) -> Iterator[tuple[Any, Sequence[int]]]:
+    """A model with room for a prompt, and the prompt's tokens, for as long as the block runs.
+
+    Args:
+        path: a GGUF file.
+        settings: for `Llama`. Without n_ctx it is made large enough, which changes no fingerprint below the trained size.
+        prompt: makes the tokens with the model.
+
+    Raises:
+        UsageError: as `load_llama`.
+    """
+    llm = load_llama(path, **settings)
+    try:
+        tokens = prompt(llm)
+        if "n_ctx" not in settings and len(tokens) > llm.n_ctx():
+            llm.close()
+            llm = load_llama(path, n_ctx=len(tokens), **settings)
+        yield llm, tokens
+    finally:
+        llm.close()
 
 
 def llama_settings(given: Sequence[str]) -> dict[str, Any]:
