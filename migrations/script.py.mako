@@ -8,6 +8,13 @@ down_revision = ${repr(down_revision)}
 branch_labels = None
 depends_on = None
 
+# What the way back takes away: a noun for people, and the statement that counts it.
+LOST: dict[str, str] = {}
+
 
 def upgrade() -> None:
     ${upgrades if upgrades else "pass"}
+
+
+def downgrade() -> None:
+    ${downgrades if downgrades else "pass"}

@@ -6,8 +6,8 @@ sqlalchemy has its home in this package: here, in `schema`, and in the modules o
 import sqlite3
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from sqlite3 import Connection as DriverConnection
 
@@ -24,6 +24,7 @@ from kvkeep.store.errors import (
 )
 from kvkeep.store.patience import Patience
 from kvkeep.store.private import make_private_file, occupied_bytes
+from kvkeep.store.releases import known_revisions, migrate_command, release_number
 from kvkeep.store.schema import REVISION
 from kvkeep.store.space import DEFAULT_CAPACITY, Space
 from kvkeep.store.sqlite_errors import translated, translation
@@ -39,6 +40,8 @@ MAX_REWRITE_BYTES = 64 << 20
 PAGE_BYTES = 4096
 # The files that SQLite keeps beside each other.
 SUFFIXES = ("", "-wal", "-shm")
+# Pages of a copy; some milliseconds, after which it can be interrupted.
+_COPIED_AT_ONCE = 1024
 _WRITE = "kvkeep_write"
 
 # Must come before the first table: it can't be changed later without rewriting the file. Said to an empty file only,
@@ -269,22 +272,22 @@ class Index:
                 raise DamagedFile(f"{self.path} says {found!r} about its schema")
             return found
 
-    def is_current(self) -> bool:
-        """Whether the schema is this version's.
+    def is_current(self, wanted: str = REVISION) -> bool:
+        """Whether the schema is this version's, or the one that is wanted instead.
 
         Raises:
             TooNew: it is of a version that this one doesn't know.
         """
         found = self.revision()
-        if found == REVISION:
+        if found == wanted:
             return True
-        if found is not None and found not in _known_revisions():
+        if found is not None and found not in known_revisions():
             if self._pragma("user_version") != release_number(found):
                 # Written twice, because one flipped bit would otherwise end a store that is sound.
                 raise DamagedFile(f"{self.path} names a schema {found!r} that it doesn't have")
             raise TooNew(
                 f"{self.path} has schema {found}, which is newer than schema {REVISION} of this kvkeep: update kvkeep, "
-                "or name another folder"
+                f"or name another folder, or with the newer kvkeep: {migrate_command(self.path.parent, REVISION, to=True)}"
             )
         return False
 
@@ -296,16 +299,50 @@ class Index:
         """
         from kvkeep.migrations.upgrade import upgrade  # alembic takes 0.2 s to import, and is rarely needed
 
+        with self._changing_to(REVISION) as connection:
+            upgrade(connection)
+
+    def migrate(self, wanted: str) -> None:
+        """Bring the schema to any known revision, up or down; otherwise as `upgrade`."""
+        from kvkeep.migrations.upgrade import migrate
+
+        found = self.revision()
+        with self._changing_to(wanted) as connection:
+            migrate(connection, found, wanted)
+
+    @contextmanager
+    def _changing_to(self, wanted: str) -> Iterator[Connection]:
+        """The one transaction of a migration."""
         try:
             with self.write() as connection:
-                upgrade(connection)
-                connection.exec_driver_sql(f"PRAGMA user_version={release_number(REVISION)}")
+                yield connection
+                connection.exec_driver_sql(f"PRAGMA user_version={release_number(wanted)}")
                 reached(Step.MIGRATE_CHANGED)
             reached(Step.MIGRATE_COMMITTED)
         except KvkeepError:
             raise
         except Exception as error:
-            raise MigrationFailed(f"{self.path} couldn't be brought to schema {REVISION}: {error}") from error
+            raise MigrationFailed(
+                f"{self.path} couldn't be brought to schema {wanted}, and is unchanged: {error}. To try again: "
+                f"{migrate_command(self.path.parent, wanted)}"
+            ) from error
+
+    def copy_to(self, target: Path, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Copy the database into an empty file. Others may use it meanwhile.
+
+        By SQLite itself: whoever opens and closes a database's file by other ways drops all locks that this process has on it.
+
+        Args:
+            target: the file. Whole and durable on return; after an error nobody needs it.
+            progress: called with the bytes that are done, and all that there are; may raise to stop.
+        """
+
+        def report(_status: int, left: int, total: int) -> None:
+            progress((total - left) * PAGE_BYTES, total * PAGE_BYTES)
+
+        with translated(), self._raw() as connection, closing(sqlite3.connect(target)) as copy:
+            copy.execute("PRAGMA journal_mode=OFF")
+            connection.backup(copy, pages=_COPIED_AT_ONCE, progress=report)
 
     def _beside(self, suffix: str) -> Path:
         return self.path.with_name(self.path.name + suffix)
@@ -323,15 +360,6 @@ class Index:
         self._engine.dispose(close=False)
 
 
-def release_number(revision: str) -> int:
-    """A release as one number, 1002003 for 1.2.3, or -1 if it is none."""
-    parts = revision.split(".")
-    if len(parts) != 3 or not all(part.isdecimal() and part.isascii() and len(part) <= 3 for part in parts):
-        return -1
-    major, minor, patch = (int(part) for part in parts)
-    return (major * 1000 + minor) * 1000 + patch
-
-
 def _interrupt_behind(error: BaseException, handled: BaseException | None) -> BaseException | None:
     """The interrupt that a library has turned into an error of its own, such as an assertion that it then met.
 
@@ -343,12 +371,6 @@ def _interrupt_behind(error: BaseException, handled: BaseException | None) -> Ba
     while behind is not None and behind is not handled and isinstance(behind, Exception):
         behind = behind.__context__
     return behind if isinstance(error, Exception) and behind is not handled else None
-
-
-def _known_revisions() -> list[str]:
-    from kvkeep.migrations.upgrade import revisions
-
-    return revisions()
 
 
 def _begin(connection: Connection) -> None:

@@ -14,6 +14,7 @@
         HashMismatch             32   the bytes are not those that the name promises
         MissingBlob              33   a row names a blob that isn't there
         DamagedFile              34   LMDB's or SQLite's own structures are damaged, not just one entry
+        BadBundle                35   a file that is no bundle of ours, or a damaged one
       LayoutError                40
         UnknownLayout            41   llama.cpp bytes of a kind that the parser doesn't know
         TruncatedState           42   llama.cpp bytes that end too early or too late
@@ -105,6 +106,12 @@ class DamagedFile(IntegrityError):
     """LMDB's or SQLite's own structures are damaged. The next open that is alone recovers what it can."""
 
     exit_code = 34
+
+
+class BadBundle(IntegrityError):
+    """A file that is no bundle of ours, or one that is cut off or damaged. Nothing of it was stored."""
+
+    exit_code = 35
 
 
 class LayoutError(KvkeepError):

@@ -4,7 +4,8 @@ Every process that has a root open shares its lock. Whoever gets that lock alone
 migrate the schema, delete what killed processes have left, and mend what is damaged. Whoever comes later just opens.
 """
 
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from kvkeep.store.locks import SharedLock, exclusive
 from kvkeep.store.marker import Ending, Marker
 from kvkeep.store.pages import examine
 from kvkeep.store.private import disk_errors
+from kvkeep.store.releases import migrate_command
+from kvkeep.store.schema import REVISION
 from kvkeep.store.space import DEFAULT_CAPACITY, Space
 from kvkeep.store.steps import Step, reached
 from kvkeep.store.writing import Writing
@@ -68,11 +71,63 @@ def open_parts(root: Path, lock: SharedLock, capacity_bytes: int | None) -> Part
     raise StoreLocked(f"{root} is taken by other processes again and again")
 
 
+def migrate_root(root: Path, wanted: str = REVISION, before: Callable[[Index], None] = lambda index: None) -> list[str]:
+    """Bring the schema of a root to a revision, up or down, as an open does it that comes alone; and nothing else.
+
+    Args:
+        root: a folder with an index.
+        wanted: a known revision.
+        before: called with the index in its old schema, if it hasn't the wanted one, when nobody else can look any more.
+            May raise to stop: nothing is changed then.
+
+    Returns:
+        What was damaged and is mended now, in sentences for people.
+
+    Raises:
+        StoreLocked: others keep it open.
+        MigrationFailed: the old schema is unchanged.
+    """
+    recovered: list[str] = []
+    lock = SharedLock(root / ROOT_LOCK)
+    with ExitStack() as undo:
+        undo.callback(lock.release)
+        _Opening(root, lock, None, undo, recovered, wanted, before).migrate()
+    return recovered
+
+
+@contextmanager
+def index_of(root: Path) -> Iterator[Index]:
+    """The index of a root, beside others, with whatever schema it has. For looking at that.
+
+    Raises:
+        StoreLocked: another process has it alone.
+    """
+    lock = SharedLock(root / ROOT_LOCK)
+    with disk_errors(f"opening {root}"), ExitStack() as undo:
+        undo.callback(lock.release)
+        # Or its log might be taken away by whoever mends it at this moment.
+        lock.share(OPEN_SECONDS)
+        index = Index(root / INDEX_FILE)
+        undo.callback(index.close)
+        yield index
+
+
 class _Opening:
     """One attempt."""
 
-    def __init__(self, root: Path, lock: SharedLock, capacity_bytes: int | None, undo: ExitStack, recovered: list[str]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        lock: SharedLock,
+        capacity_bytes: int | None,
+        undo: ExitStack,
+        recovered: list[str],
+        schema: str = REVISION,
+        before_migration: Callable[[Index], None] = lambda index: None,
+    ) -> None:
         self._root = root
+        self._schema = schema
+        self._before_migration = before_migration
         self._lock = lock
         self._wanted = capacity_bytes
         self._undo = undo
@@ -91,21 +146,49 @@ class _Opening:
             self._lock.share(OPEN_SECONDS)
             if not self._is_current():
                 # Alone it is, then: as soon as the others are gone.
-                self._lock.exclude(OPEN_SECONDS)
+                self._wait_until_alone()
                 alone = True
         ending = self._marker.read()
         # Before anything is changed.
         self._marker.set()
         if not alone:
             return self._beside_others()
-        try:
+        with self._unmarked_if_refused(ending):
             parts = self._alone(ending)
+        return self._shared(parts)
+
+    @contextmanager
+    def _unmarked_if_refused(self, ending: Ending) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             if ending is Ending.CLEAN:
                 # It may be a folder that isn't ours at all.
                 self._marker.clear()
             raise
-        return self._shared(parts)
+
+    def migrate(self) -> None:
+        """Alone, and nothing but the schema."""
+        with disk_errors(f"migrating {self._root}"):
+            if not self._lock.try_exclude():
+                self._wait_until_alone()
+            ending = self._marker.read()
+            self._marker.set()
+            with self._unmarked_if_refused(ending):
+                self._sound_index(ending).close()
+            if ending is Ending.CLEAN and self._schema == REVISION and not self._recovered:
+                self._marker.clear()
+            # Else it stays, as behind a process that was killed: the next open compares rows and blobs. A way back takes
+            # rows away, and their blobs are garbage.
+
+    def _wait_until_alone(self) -> None:
+        try:
+            self._lock.exclude(OPEN_SECONDS)
+        except StoreLocked as error:
+            raise StoreLocked(
+                f"{self._root} must be migrated to schema {self._schema}, and other programs keep it open: end them, and "
+                f"open it again or run: {migrate_command(self._root, self._schema)}"
+            ) from error
 
     def _is_current(self) -> bool:
         index = Index(self._path)
@@ -122,7 +205,7 @@ class _Opening:
         return Parts(index, self._kept_blobs(index, generation, alone=False), generation)
 
     def _alone(self, ending: Ending) -> Parts:
-        index = self._kept(self._sound_index(ending))
+        index = self._sound_index(ending)
         recovery.remove_unfinished(self._path)
         self._take_budget(index)
         with index.read() as connection:
@@ -149,25 +232,21 @@ class _Opening:
     # -- the index ------------------------------------------------------------------------------------------------
 
     def _sound_index(self, ending: Ending) -> Index:
-        """The index with this version's schema, rebuilt if it is damaged."""
-        index = Index(self._path)
-        try:
-            complaint = self._complaint(index, ending)
-            if complaint is None:
-                self._migrate(index)
-                return index
-        except BaseException:
+        """The index with the schema that it is to have, rebuilt if it is damaged."""
+        index = self._kept(Index(self._path))
+        complaint = self._complaint(index, ending)
+        if complaint is not None:
             index.close()
-            raise
-        index.close()
-        if not generations.present(self._root):
-            raise DamagedFile(f"{self._path} is no index of kvkeep: {complaint}")
-        self._recovered.append(f"{self._path} was damaged and is rebuilt from what can be read of it: {complaint}")
-        return recovery.rebuilt_index(self._path, index.space)
+            if not generations.present(self._root):
+                raise DamagedFile(f"{self._path} is no index of kvkeep: {complaint}")
+            self._recovered.append(f"{self._path} was damaged and is rebuilt from what can be read of it: {complaint}")
+            index = self._kept(recovery.rebuilt_index(self._path, index.space))
+        self._migrate(index)
+        return index
 
     def _complaint(self, index: Index, ending: Ending) -> str | None:
         try:
-            if not index.is_current():
+            if not index.is_current(self._schema):
                 # Before it is migrated, because that reads all of it.
                 return index.complaint()
             if ending is Ending.DAMAGED:
@@ -182,9 +261,10 @@ class _Opening:
         return None
 
     def _migrate(self, index: Index) -> None:
-        if not index.is_current():
+        if not index.is_current(self._schema):
             reached(Step.MIGRATE_LOCKED)
-            index.upgrade()
+            self._before_migration(index)
+            index.migrate(self._schema)
 
     def _take_budget(self, index: Index) -> None:
         """Divide the budget that was asked for, or the one that is remembered."""

@@ -24,7 +24,7 @@ def opened(path: Path, *, create: bool = False) -> "Iterator[Repository | None]"
     """
     from kvkeep.store.registry import close_root, open_root  # sqlalchemy takes 0.15 s to import
 
-    if not _holds_a_store(path) and not create:
+    if not holds_a_store(path) and not create:
         yield None
         return
     repository = open_root(path)
@@ -39,7 +39,12 @@ def nothing_there(path: Path) -> str:
     return f"{path} {'holds no kvkeep store yet' if path.exists() else 'does not exist yet'}: nothing is kept there."
 
 
-def _holds_a_store(path: Path) -> bool:
+def holds_a_store(path: Path) -> bool:
+    """Whether there is a store at `path`.
+
+    Raises:
+        NotARoot: the path is a file, or can't be read.
+    """
     from kvkeep.store.opening import INDEX_FILE
 
     try:

@@ -8,11 +8,15 @@ from kvkeep.store.errors import KvkeepError
 from kvkeep.tools.budget import budget
 from kvkeep.tools.compact import compact
 from kvkeep.tools.demo import demo
+from kvkeep.tools.export import export
+from kvkeep.tools.import_ import import_
 from kvkeep.tools.ls import ls
+from kvkeep.tools.migrate import migrate
 from kvkeep.tools.pin import pin, unpin
 from kvkeep.tools.rm import rm
 from kvkeep.tools.stats import stats
 from kvkeep.tools.verify import verify
+from kvkeep.tools.warm import warm
 
 # What a shell reports for a command that Ctrl-C ended: 128 and the signal's number.
 INTERRUPTED = 130
@@ -46,9 +50,11 @@ Exit codes:
     2  wrong usage
    11  the path can't hold a store
    12  other processes keep it locked
+   21  its schema must be migrated, or couldn't be
    22  a newer kvkeep wrote it
    30  something in it is damaged
    34  a file itself is damaged
+   35  a file that was to be imported is damaged
    5x  there is no room: 52 on the disk, else in the budget
   130  interrupted
 """
@@ -60,5 +66,5 @@ def main() -> None:
     """The `kvkeep` command."""
 
 
-for command in (budget, compact, demo, ls, pin, rm, stats, unpin, verify):
+for command in (budget, compact, demo, export, import_, ls, migrate, pin, rm, stats, unpin, verify, warm):
     main.add_command(command)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvkeep.store.errors import UsageError
-from kvkeep.tools.choice import named, short_ids
+from kvkeep.tools.choice import all_tokens, named, short_ids, stored_prefixes
 from kvkeep.tools.console import make_console
 from kvkeep.tools.folder import nothing_there, opened
 from kvkeep.tools.options import json_option, path_option, print_json
@@ -137,46 +137,17 @@ def _pin(repository: "Repository", ids: Sequence[str]) -> "list[PrefixHash]":
     """Pin prefixes; all are found before the first one is pinned. Returns those that weren't pinned before."""
     from kvkeep.cache.pinned import pin as pin_tokens
 
-    prefixes = _prefixes(repository)
-    chosen = [(prefixes[key], _all_tokens(repository, prefixes[key])) for key in named(ids, prefixes)]
+    prefixes = stored_prefixes(repository)
+    chosen = [(prefixes[key], all_tokens(repository, prefixes[key], "pinned")) for key in named(ids, prefixes)]
     with repository.writing() as writing:
         return [run.key for run, tokens in chosen if pin_tokens(writing, run.space, tokens)]
-
-
-def _prefixes(repository: "Repository") -> "dict[PrefixHash, Run]":
-    from kvkeep.cache.listing import listing
-
-    with repository.rows() as connection:
-        return {run.key: run for run in listing(connection).prefixes()}
-
-
-def _all_tokens(repository: "Repository", run: "Run") -> bytes:
-    """The tokens of a prefix from position 0 on.
-
-    Raises:
-        UsageError: they aren't all known.
-    """
-    from kvkeep.store.frame import Kind
-    from kvkeep.store.verify import verified
-
-    if run.first_known == 0:
-        return run.all_tokens()
-    whole = [entry for entry in run.entries if getattr(entry, "kind", None) == Kind.OPAQUE]
-    if not whole:
-        raise UsageError(
-            f"{run.key.hex()[:8]} can't be pinned from here: of its {run.end:,} tokens only the last {run.end - run.start} are "
-            "stored; pin it in the program that has them all"
-        )
-    # A whole state is stored with all of its tokens, though its row has only the last ones.
-    with repository.snapshot() as snapshot:
-        return verified(snapshot.blobs.get(whole[0].blob), whole[0])[0].tokens
 
 
 def _unpin(repository: "Repository", ids: Sequence[str]) -> "list[PrefixHash]":
     """End pins; all are found before the first one ends. Returns which."""
     from kvkeep.cache.pinned import unpin as unpin_tokens
 
-    prefixes = _prefixes(repository)
+    prefixes = stored_prefixes(repository)
     pins = pinned_prefixes(repository)
     known = {found.key for found in pins}
     keys = named(ids, {*prefixes, *known})

@@ -8,6 +8,17 @@ down_revision = "0.1.0"
 branch_labels = None
 depends_on = None
 
+# 0.1.0 knows whole states only: it takes checkpoints of another kind for damage, and the blocks of a memory that has more
+# parts than these for all of it.
+_OF_PARTS = "SELECT namespace_id FROM window UNION SELECT namespace_id FROM checkpoint WHERE kind <> 2"
+
+# What the way back takes away.
+LOST = {
+    "entries of sliding windows": "SELECT count(*) FROM window",
+    "checkpoints of recurrent tensors": "SELECT count(*) FROM checkpoint WHERE kind <> 2",
+    "blocks of models with either": f"SELECT count(*) FROM node WHERE namespace_id IN ({_OF_PARTS})",
+}
+
 
 def upgrade() -> None:
     op.create_table(
@@ -35,3 +46,11 @@ def upgrade() -> None:
     op.create_index("ix_window_namespace_id", "window", ["namespace_id"])
     op.drop_index("ix_checkpoint_anchor", "checkpoint")
     op.create_index("ix_checkpoint_anchor_path", "checkpoint", ["anchor", "path"])
+
+
+def downgrade() -> None:
+    op.execute(f"DELETE FROM node WHERE namespace_id IN ({_OF_PARTS})")
+    op.execute("DELETE FROM checkpoint WHERE kind <> 2")
+    op.drop_index("ix_checkpoint_anchor_path", "checkpoint")
+    op.create_index("ix_checkpoint_anchor", "checkpoint", ["anchor"])
+    op.drop_table("window")

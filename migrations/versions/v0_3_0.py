@@ -8,6 +8,9 @@ down_revision = "0.2.0"
 branch_labels = None
 depends_on = None
 
+# What the way back takes away.
+LOST = {"pins": "SELECT count(*) FROM pin"}
+
 
 def upgrade() -> None:
     op.create_table(
@@ -20,3 +23,7 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["namespace_id"], ["namespace.id"], name="fk_pin_namespace_id"),
     )
     op.create_index("ix_pin_namespace_id", "pin", ["namespace_id"])
+
+
+def downgrade() -> None:
+    op.drop_table("pin")

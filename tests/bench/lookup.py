@@ -30,7 +30,15 @@ def measure(run: Run) -> list[Figure]:
         times = _times(caches, rounds)
         few, most = (statistics.median(times[count]) for count in (_FEW, many))
         detail = f"{few * 1e6:.0f} us among {_FEW}, {most * 1e6:.0f} us among {many:,}"
-        found.append(Figure(f"look-up in the {name} cache, {many:,} entries / {_FEW}", median_ratio(times[many], times[_FEW]), "x", AtMost(2.0), detail))
+        found.append(
+            Figure(
+                f"look-up in the {name} cache, {many:,} entries / {_FEW}",
+                median_ratio(times[many], times[_FEW]),
+                "x",
+                AtMost(2.0),
+                detail,
+            )
+        )
     return found
 
 

@@ -38,7 +38,7 @@ def assert_tidy(tree: TokenTree[Key]) -> None:
         assert node.parent.children[int(node.tokens[0])] is node
 
 
-@given(st.lists(st.tuples(st.sampled_from("put put remove".split()), KEYS), max_size=30), st.lists(KEYS, max_size=6))
+@given(st.lists(st.tuples(st.sampled_from(["put", "put", "remove"]), KEYS), max_size=30), st.lists(KEYS, max_size=6))
 @settings(deadline=None)
 def test_it_finds_what_a_loop_finds(steps: list[tuple[str, Key]], asked: list[Key]) -> None:
     tree: TokenTree[Key] = TokenTree()

@@ -1,31 +1,23 @@
 """The schema comes from Alembic alone, and agrees with the tables that the code uses."""
 
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sqlalchemy as sa
 from alembic import op
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from synthetic import HYBRID, SMALL, identity, random_tokens, state_of, window_model
 
-from kvkeep.cache.memory import MemoryKind
-from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.migrations import upgrade as migrations
-from kvkeep.store.check import check
 from kvkeep.store.engine import Index
 from kvkeep.store.errors import MigrationFailed
 from kvkeep.store.registry import close_root, open_root
+from kvkeep.store.releases import release_number
 from kvkeep.store.schema import REVISION, metadata
-
-WINDOW = window_model(20)
 
 
 @pytest.fixture
@@ -36,11 +28,15 @@ def index(tmp_path: Path) -> Iterator[Index]:
     opened.close()
 
 
-def test_migrated_schema_is_the_one_that_the_code_uses(index: Index) -> None:
-    index.upgrade()
+def assert_same_as_code(index: Index) -> None:
     with index.read() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True, "compare_server_default": True})
         assert compare_metadata(context, metadata) == []
+
+
+def test_migrated_schema_is_the_one_that_the_code_uses(index: Index) -> None:
+    index.upgrade()
+    assert_same_as_code(index)
 
 
 def test_migrated_constraints_and_indexes_have_their_names(index: Index) -> None:
@@ -143,69 +139,71 @@ def test_home_folder_with_a_percent_sign_is_no_template(tmp_path: Path) -> None:
     assert (root / "index.sqlite3").exists()
 
 
-# -- from one release to the next ----------------------------------------------------------------------------------------
+# -- back to an earlier release; tests/golden has the stores of those -------------------------------------------------------
 
 
-def as_it_was_in_0_1_0(path: Path) -> None:
-    """Take the index back to the schema of 0.1.0; what the entries say was the same then."""
-    with closing(sqlite3.connect(path / "index.sqlite3")) as connection, connection:
-        connection.execute("DROP TABLE pin")
-        connection.execute("DROP TABLE window")
-        connection.execute("DROP INDEX ix_checkpoint_anchor_path")
-        connection.execute("CREATE INDEX ix_checkpoint_anchor ON checkpoint (anchor)")
-        connection.execute("UPDATE alembic_version SET version_num = '0.1.0'")
-
-
-def schema(path: Path) -> set[str]:
-    with closing(sqlite3.connect(path)) as connection:
-        found = connection.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'alembic%'")
+def schema(index: Index) -> set[str]:
+    """What the database consists of, as SQL."""
+    with index.read() as connection:
+        found = connection.exec_driver_sql("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL AND name NOT LIKE 'alembic%'")
         return {" ".join(sql.split()) for (sql,) in found}
 
 
-def test_the_way_back_leads_to_what_0_1_0_had(root: Path, tmp_path: Path) -> None:
-    """Or the test below would upgrade something that never was."""
-    close_root(open_root(root))
-    as_it_was_in_0_1_0(root)
-    old = tmp_path / "old.sqlite3"
-    engine = sa.create_engine(f"sqlite:///{old}")
-    with engine.begin() as connection:
-        migrations.upgrade(connection, "0.1.0")
-    engine.dispose()
-    assert schema(root / "index.sqlite3") == schema(old)
+@pytest.mark.parametrize("revision", migrations.revisions())
+def test_every_way_back_leads_to_what_the_way_up_came_by(index: Index, revision: str) -> None:
+    index.migrate(revision)
+    before = schema(index)
+    index.upgrade()
+    index.migrate(revision)
+    assert (index.revision(), schema(index)) == (revision, before)
 
 
-def test_a_store_of_0_1_0_is_upgraded_and_everything_in_it_is_found(root: Path) -> None:
-    chat, whole = random_tokens(50), np.arange(999, dtype=np.uint8)
-    dense, hybrid = identity("dense"), identity("hybrid", MemoryKind.HYBRID)
-    repository = open_root(root, 64 << 20)
-    for length in (20, 50):
-        PrefixCache(repository, dense, block_tokens=16).save(chat[:length], state_of(SMALL, chat[:length]))
-    # Models with recurrent tensors had whole states only.
-    for length in (16, 30):
-        PrefixCache(repository, hybrid, block_tokens=16).save(chat[:length], whole[length:])
-    PrefixCache(repository, dense).measured(100.0, 5e8)
-    close_root(repository)
-    as_it_was_in_0_1_0(root)
+def test_schema_that_went_back_and_up_again_is_the_one_that_the_code_uses(index: Index) -> None:
+    index.upgrade()
+    fresh = schema(index)
+    for revision in (*reversed(migrations.revisions()), *migrations.revisions()):
+        index.migrate(revision)
+    assert_same_as_code(index)
+    assert schema(index) == fresh
 
-    repository = open_root(root)
-    assert repository.index.revision() == REVISION
-    assert repository.capacity_bytes == 64 << 20
-    assert check(repository) == []
-    old = PrefixCache(repository, dense)
-    for length in range(1, 51):
-        assert old.match(chat[:length]).length == length
-    assert np.array_equal(old.restore(old.match(chat), chat).state, state_of(SMALL, chat))
-    assert old.namespace is not None
-    assert (old.namespace.prefill_rate, old.namespace.restore_rate) == (100.0, 5e8)
-    states = PrefixCache(repository, hybrid)
-    for length, expected in ((15, 0), (16, 16), (29, 16), (30, 30), (50, 30)):
-        assert states.match(chat[:length]).length == expected
-    assert np.array_equal(states.restore(states.match(chat), chat).state, whole[30:])
 
-    # What is new goes in beside it.
-    PrefixCache(repository, HYBRID.identity("hybrid"), block_tokens=16).save(chat[:40], HYBRID.state(chat[:40]))
-    window = PrefixCache(repository, WINDOW.identity("window"), block_tokens=16)
-    window.save(chat, WINDOW.state(chat))
-    assert [states.match(chat[:length]).length for length in (35, 40)] == [30, 40]
-    assert window.match(chat).length == 50
-    close_root(repository)
+def test_what_lies_between_two_schemas() -> None:
+    def between(found: str | None, wanted: str) -> list[tuple[str, bool]]:
+        return [(change.revision, change.undone) for change in migrations.changes(found, wanted)]
+
+    first, *rest = migrations.revisions()
+    last = rest[-1]
+    assert between(None, first) == [(first, False)]
+    assert between(first, last) == [(revision, False) for revision in rest]
+    assert between(last, first) == [(revision, True) for revision in reversed(rest)]
+    assert between(last, last) == []
+    [pins] = migrations.changes("0.2.0", "0.3.0")
+    assert pins.what == "Pins: beginnings of prompts that are never evicted."
+
+
+def test_every_revision_says_what_its_way_back_takes_away(index: Index) -> None:
+    index.upgrade()
+    first, *_, last = migrations.revisions()
+    with index.read() as connection:
+        found = migrations.lost(connection, last, first)
+        assert migrations.lost(connection, first, last) == {}
+    assert set(found.values()) == {0}
+    assert len(found) >= len(migrations.revisions()) - 1
+
+
+@pytest.mark.parametrize("failing", ["drop_table", "create_index", "execute"])
+def test_failing_way_back_changes_nothing(index: Index, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    index.upgrade()
+    before = schema(index)
+
+    def fail(*_arguments: object, **_options: object) -> None:
+        raise RuntimeError("the power went")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(op, failing, fail)
+        with pytest.raises(MigrationFailed, match="is unchanged: the power went") as caught:
+            index.migrate("0.1.0")
+    assert f"kvkeep migrate --to 0.1.0 --path {index.path.parent}" in str(caught.value)
+    assert (index.revision(), schema(index)) == (REVISION, before)
+    with index.read() as connection:
+        assert connection.exec_driver_sql("PRAGMA user_version").scalar_one() == release_number(REVISION)

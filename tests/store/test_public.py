@@ -21,7 +21,8 @@ def imported_by(statement: str) -> set[str]:
 
 @pytest.mark.parametrize("name", kvkeep.cache.__all__)
 def test_every_public_name_can_be_imported(name: str) -> None:
-    assert getattr(kvkeep.cache, name).__name__ == name
+    # The name of any cache is that of the trie one, as in llama-cpp-python's fork.
+    assert getattr(kvkeep.cache, name).__name__ == {"LlamaCache": "LlamaTrieCache"}.get(name, name)
 
 
 def test_every_public_name_is_shown() -> None:
