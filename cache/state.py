@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvkeep.cache.buffers import U32, BufferReader, BufferWriter
 from kvkeep.cache.layout import CELL_BYTES, COLUMNS, EXT_BYTES, ROWS, Bytes, Cells, Layout, Role, Section, section
 from kvkeep.cache.memory import Memory, MemoryKind
 from kvkeep.store.errors import LayoutError, TruncatedState, UnknownLayout
@@ -26,7 +27,6 @@ MAX_LAYERS = 4096
 MAX_ARCH_BYTES = 256
 MAX_STREAMS = 256
 
-_U32 = struct.Struct("<I")
 _PAIR = struct.Struct("<II")
 _CELL_HEAD = struct.Struct("<iI")
 _U64 = struct.Struct("<Q")
@@ -95,33 +95,6 @@ def _shapes(memory: Memory, partial: bool) -> tuple[_Shape, ...]:
     return tuple({shape if memory.kind is MemoryKind.ATTENTION else shape._replace(caches=0) for shape in shapes})
 
 
-class _Cursor:
-    """Reads a buffer from front to back and never beyond its end."""
-
-    def __init__(self, data: Bytes, any_streams: bool) -> None:
-        self.data = data
-        self.at = 0
-        self.max_streams = MAX_STREAMS if any_streams else 1
-
-    @property
-    def left(self) -> int:
-        return int(self.data.size) - self.at
-
-    def take(self, count: int) -> Bytes:
-        if count > self.left:
-            raise TruncatedState(f"the state ends at byte {self.data.size}, {count} more were announced at {self.at}")
-        piece = self.data[self.at : self.at + count]
-        self.at += count
-        return piece
-
-    def read(self, what: struct.Struct) -> tuple[Any, ...]:
-        return what.unpack(self.take(what.size).data)
-
-    def u32(self) -> int:
-        value: int = self.read(_U32)[0]
-        return value
-
-
 def parse(data: Any, form: Form, memory: Memory, *, partial: bool = False, any_streams: bool = False) -> State:
     """Read a state that holds one sequence. No copy is made.
 
@@ -144,7 +117,7 @@ def parse(data: Any, form: Form, memory: Memory, *, partial: bool = False, any_s
     for shape in _shapes(memory, partial):
         exts = (False, True) if memory.ext is None else (memory.ext,)
         for ext, *values in product(exts, *[(True, False)] * (shape.caches + shape.window)):
-            cursor = _Cursor(buffer, any_streams)
+            cursor = BufferReader(buffer, MAX_STREAMS if any_streams else 1)
             try:
                 return _read(cursor, form, shape, memory.v_trans, ext, values)
             except LayoutError as error:
@@ -154,7 +127,7 @@ def parse(data: Any, form: Form, memory: Memory, *, partial: bool = False, any_s
     raise why if furthest >= 0 else UnknownLayout(f"states of an {memory.kind.value} memory are known to nobody but llama.cpp")
 
 
-def _read(cursor: _Cursor, form: Form, shape: _Shape, v_trans: bool | None, ext: bool, values: Sequence[bool]) -> State:
+def _read(cursor: BufferReader, form: Form, shape: _Shape, v_trans: bool | None, ext: bool, values: Sequence[bool]) -> State:
     _skip_head(cursor, form)
     caches = [_attention(cursor, v_trans, ext, has_values) for has_values in values]
     window = caches.pop() if shape.window else None
@@ -172,21 +145,21 @@ def architecture(data: Any) -> str:
     Raises:
         LayoutError: it names none.
     """
-    name = _architecture(_Cursor(np.frombuffer(data, np.uint8), any_streams=False))
+    name = _architecture(BufferReader(np.frombuffer(data, np.uint8)))
     try:
         return name.decode()
     except UnicodeDecodeError as error:
         raise UnknownLayout(f"the name of the architecture is no text: {name[:32]!r}") from error
 
 
-def _architecture(cursor: _Cursor) -> bytes:
+def _architecture(cursor: BufferReader) -> bytes:
     length = cursor.u32()
     if not 0 < length <= MAX_ARCH_BYTES:
         raise UnknownLayout(f"the name of an architecture can't have {length} bytes")
     return cursor.take(length).tobytes()
 
 
-def _skip_head(cursor: _Cursor, form: Form) -> None:
+def _skip_head(cursor: BufferReader, form: Form) -> None:
     if form is Form.WHOLE:
         _architecture(cursor)
         return
@@ -196,7 +169,7 @@ def _skip_head(cursor: _Cursor, form: Form) -> None:
     cursor.u32()
 
 
-def _attention(cursor: _Cursor, v_trans: bool | None, ext: bool, has_values: bool) -> Cells:
+def _attention(cursor: BufferReader, v_trans: bool | None, ext: bool, has_values: bool) -> Cells:
     n_stream = cursor.u32()
     if not 1 <= n_stream <= cursor.max_streams:
         raise UnknownLayout(f"the state has {n_stream} streams; one is expected")
@@ -216,7 +189,7 @@ def _attention(cursor: _Cursor, v_trans: bool | None, ext: bool, has_values: boo
     return Cells(Layout(found_trans, n_layer, ext, tuple(sections)), positions, tuple(arrays))
 
 
-def _cells(cursor: _Cursor, n_cells: int, ext: bool) -> tuple[npt.NDArray[np.int32], Bytes]:
+def _cells(cursor: BufferReader, n_cells: int, ext: bool) -> tuple[npt.NDArray[np.int32], Bytes]:
     size = CELL_BYTES + (EXT_BYTES if ext else 0)
     at = cursor.at
     records = cursor.take(n_cells * size).reshape(n_cells, size)
@@ -231,7 +204,9 @@ def _cells(cursor: _Cursor, n_cells: int, ext: bool) -> tuple[npt.NDArray[np.int
     return fields[:, 0], records[:, 8:-4].reshape(1, n_cells, size - CELL_BYTES)
 
 
-def _tensors(cursor: _Cursor, n_cells: int, v_trans: bool | None, has_values: bool) -> tuple[bool, list[Section], list[Bytes]]:
+def _tensors(
+    cursor: BufferReader, n_cells: int, v_trans: bool | None, has_values: bool
+) -> tuple[bool, list[Section], list[Bytes]]:
     found_trans, n_layer = cursor.read(_PAIR)
     if found_trans not in (0, 1) or v_trans not in (None, bool(found_trans)):
         raise UnknownLayout(f"the state says v_trans {found_trans}, the context's settings say {v_trans}")
@@ -258,7 +233,7 @@ def _tensors(cursor: _Cursor, n_cells: int, v_trans: bool | None, has_values: bo
     return bool(found_trans), sections, arrays
 
 
-def _recurrent(cursor: _Cursor, form: Form) -> Recurrent:
+def _recurrent(cursor: BufferReader, form: Form) -> Recurrent:
     """The last part of a state. Its tensors are kept as one run: nothing in it is ever cut."""
     n_cells = cursor.u32()
     if n_cells != 1:
@@ -343,13 +318,13 @@ def blank(
         The buffer, and the views through which it is filled.
     """
     if form is Form.WHOLE:
-        head = _U32.pack(len(arch)) + arch.encode()
+        head = U32.pack(len(arch)) + arch.encode()
     else:
         head = struct.pack("<Ii", SEQUENCE_MAGIC, SEQ_ID)
-    writer = _Writer()
+    writer = BufferWriter()
     writer.put(head)
-    fills: list[Callable[[], Cells]] = [writer.attention(layout, 0, n_tokens) for layout in caches]
-    in_window = None if window is None else writer.attention(window.layout, window.first, n_tokens)
+    fills: list[Callable[[], Cells]] = [_put_attention(writer, layout, 0, n_tokens) for layout in caches]
+    in_window = None if window is None else _put_attention(writer, window.layout, window.first, n_tokens)
     tensors = None
     if recurrent_bytes is not None:
         # The one-sequence form leaves out the sequence that its head names.
@@ -364,54 +339,28 @@ def blank(
     )
 
 
-class _Writer:
-    """Collects what a buffer consists of, then makes it in one allocation: it may have gigabytes."""
+def _put_attention(writer: BufferWriter, layout: Layout, first: int, end: int) -> Callable[[], Cells]:
+    """Write the cells at positions `first` to `end - 1` of one cache. Returns what gives them, once the buffer is made."""
+    n_cells = end - first
+    positions = np.arange(first, end, dtype="<i4")
+    writer.put(_PAIR.pack(1, n_cells))
+    records = np.zeros((n_cells, layout.cell_bytes), np.uint8)
+    records[:, :4] = positions[:, None].view(np.uint8)
+    records[:, 4:8] = np.frombuffer(U32.pack(1), np.uint8)
+    records[:, -4:] = np.frombuffer(U32.pack(SEQ_ID), np.uint8)
+    own_cells = writer.put(records.reshape(-1))
+    writer.put(_PAIR.pack(layout.v_trans, layout.n_layer))
+    tensors: list[tuple[Section, Callable[[], Bytes]]] = []
+    for found in layout.sections:
+        if found.role is not Role.EXT:
+            writer.put(found.head())
+            tensors.append((found, writer.room(found.token_bytes * n_cells)))
 
-    def __init__(self) -> None:
-        self._size = 0
-        self._known: list[tuple[int, bytes | Bytes]] = []
-        self._buffer: Bytes = np.empty(0, np.uint8)
+    def views() -> Cells:
+        arrays = [data().reshape(found.outer, n_cells, found.inner) for found, data in tensors]
+        if layout.ext:
+            own = own_cells().reshape(1, n_cells, layout.cell_bytes)
+            arrays.insert(0, own[:, :, 8 : 8 + EXT_BYTES])
+        return Cells(layout, positions.astype(np.int32), tuple(arrays))
 
-    def put(self, data: bytes | Bytes) -> None:
-        """Bytes that are known already."""
-        self._known.append((self._size, data))
-        self._size += len(data)
-
-    def room(self, count: int) -> Callable[[], Bytes]:
-        """Bytes to be filled later. Returns what gives them, once the buffer is made."""
-        at = self._size
-        self._size += count
-        return lambda: self._buffer[at : at + count]
-
-    def attention(self, layout: Layout, first: int, end: int) -> Callable[[], Cells]:
-        """The cells at positions `first` to `end - 1` of one cache."""
-        n_cells = end - first
-        positions = np.arange(first, end, dtype="<i4")
-        self.put(_PAIR.pack(1, n_cells))
-        records = np.zeros((n_cells, layout.cell_bytes), np.uint8)
-        records[:, :4] = positions[:, None].view(np.uint8)
-        records[:, 4:8] = np.frombuffer(_U32.pack(1), np.uint8)
-        records[:, -4:] = np.frombuffer(_U32.pack(SEQ_ID), np.uint8)
-        cells_at = self._size
-        self.put(records.reshape(-1))
-        self.put(_PAIR.pack(layout.v_trans, layout.n_layer))
-        tensors: list[tuple[Section, Callable[[], Bytes]]] = []
-        for found in layout.sections:
-            if found.role is not Role.EXT:
-                self.put(found.head())
-                tensors.append((found, self.room(found.token_bytes * n_cells)))
-
-        def views() -> Cells:
-            arrays = [data().reshape(found.outer, n_cells, found.inner) for found, data in tensors]
-            if layout.ext:
-                own = self._buffer[cells_at : cells_at + records.size].reshape(1, n_cells, layout.cell_bytes)
-                arrays.insert(0, own[:, :, 8 : 8 + EXT_BYTES])
-            return Cells(layout, positions.astype(np.int32), tuple(arrays))
-
-        return views
-
-    def finish(self) -> Bytes:
-        self._buffer = np.empty(self._size, np.uint8)
-        for at, data in self._known:
-            self._buffer[at : at + len(data)] = np.frombuffer(data, np.uint8) if isinstance(data, bytes) else data
-        return self._buffer
+    return views

@@ -22,24 +22,16 @@ import numpy as np
 
 from kvkeep.cache.adapters.backing import Backing, Wishes
 from kvkeep.cache.adapters.live import NO_TOKENS, LiveSequence, Tokens
-from kvkeep.cache.adapters.turns import UserTurns
+from kvkeep.cache.adapters.schedule import Schedule
 from kvkeep.cache.break_even import BreakEven
 from kvkeep.cache.match import Match, Reason, Source
 from kvkeep.cache.memory import MemoryKind
-from kvkeep.cache.points import Point, schedule
+from kvkeep.cache.points import Point
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.report import Reporter
 from kvkeep.store.errors import KvkeepError, StateRefused, TooLarge, UsageError
 from kvkeep.store.repository import Repository
 
-# Tokens between regular checkpoints, at least: what an edit in the middle of a prompt costs.
-MIN_STEP = 256
-# Regular checkpoints of one prompt, at most.
-MAX_REGULAR = 16
-# Copying a checkpoint may take this share of the time that decoding up to it takes...
-COPY_SHARE = 0.02
-# ... at this many bytes a second, which is slow.
-COPY_RATE = 2e9
 # Said even when the context itself could give the tokens: the person may want to do something about it.
 _WORTH_SAYING = {Reason.BELOW_BREAK_EVEN, Reason.DAMAGED, Reason.REFUSED, Reason.UNAVAILABLE}
 
@@ -63,9 +55,9 @@ class Session:
         self.rates = BreakEven()
         self.last: Match | None = None
         self._live = LiveSequence(llm)
+        self._schedule = Schedule(self._live, self.rates, self.reporter)
         self._lock = threading.RLock()
         self._kept: Tokens = NO_TOKENS
-        self._turns: UserTurns | None = None
         self._save_anyway = False
         self._backing = Backing(self.reporter, self._live.context.memory, self._job_failed, self._is_ready)
         if self._live.context.has_memory:
@@ -244,12 +236,11 @@ class Session:
         self.rates.prefilled(int(decoded), seconds)
 
     def pieces(self, llm: Any, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
-        """Cut a prompt where checkpoints are to be taken, and take one behind each piece that has been decoded.
-
-        Not beyond sequences of one token, as generation has them, nor where every token's logits are wanted.
-        """
+        """Cut a prompt where checkpoints are to be taken, and take one behind each piece that has been decoded."""
         start, taken = llm.n_tokens, 0
-        for at in self._schedule(llm, tokens):
+        with self._lock:
+            positions = self._schedule.positions(llm, tokens)
+        for at in positions:
             yield tokens[taken : at - start]
             taken = at - start
             if llm.n_tokens != at:
@@ -258,26 +249,6 @@ class Session:
             with self._lock, self.reporter.border("taking a checkpoint"):
                 self._live.take_point(llm)
         yield tokens[taken:]
-
-    def _schedule(self, llm: Any, tokens: Sequence[int]) -> list[int]:
-        if len(tokens) < 2 or llm._logits_all or not self._live.context.memory.needs_checkpoints:
-            return []
-        positions: list[int] = []
-        with self._lock, self.reporter.border("planning checkpoints"):
-            if self._live.can_take_points(llm):
-                self._turns = self._turns or UserTurns(llm)
-                prompt = np.concatenate([self._live.known_tokens(), np.asarray(tokens, np.int32)])
-                positions = schedule(llm.n_tokens, len(prompt), self._turns.last(prompt), self._step(llm, len(tokens)))
-        return positions
-
-    def _step(self, llm: Any, n_tokens: int) -> int:
-        """Tokens between regular checkpoints: whole batches, not too many of them, and cheap beside decoding them."""
-        batch = min(llm.n_batch, llm.context_params.n_ubatch)
-        wanted = max(MIN_STEP, n_tokens // MAX_REGULAR)
-        if self.rates.prefill_rate is not None:
-            seconds = self._live.context.point_bytes() / COPY_RATE
-            wanted = max(wanted, int(seconds / COPY_SHARE * self.rates.prefill_rate))
-        return int(-(-wanted // batch) * batch)
 
     @contextmanager
     def resetting_timings(self) -> Iterator[None]:
