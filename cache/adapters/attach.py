@@ -96,6 +96,7 @@ class Attachment:
         self._llm_ref: Callable[[], Any] = weakref.ref(llm)
         self._signature = inspect.signature(type(llm).generate)
         self._turn = 0
+        self._streams = 0
         self._inside = False
         self._handed_over = False
         # A model that goes takes its cache with it; what waits is stored first.
@@ -228,6 +229,9 @@ class Attachment:
         """Leave the model as it was before. What waits is still stored."""
         self._wrapping.undo()
         self._context.undo()
+        llm = self._llm_ref()
+        if llm is not None and self._streams == 0:
+            self._session.leave(llm)
 
     def close(self) -> None:
         """Flush, detach, and give the folder back. Safe to call twice."""
@@ -251,6 +255,7 @@ class Attachment:
         # Bound here and not in the generator, so that a wrong argument is an error of the call, as it is in Llama's own.
         if not self._is_wanted(llm):
             self.close()
+            self._session.leave(llm)
             stream: Generator[int, Any, None] = self._wrapping.original(llm, "generate")(tokens, *args, **kwargs)
             return stream
         bound = self._signature.bind(llm, tokens, *args, **kwargs)
@@ -269,12 +274,16 @@ class Attachment:
             self._session.last = Match(length=0, prompt_tokens=len(prompt), reason=Reason.NO_RESET)
         self._handed_over = False
         stream = self._wrapping.original(llm, "generate")(prompt, *args, **kwargs)
+        self._streams += 1
         try:
             yield from self._driven(stream)
         finally:
+            self._streams -= 1
             # A generator that is dropped and closed late must not save in the middle of the next one.
             if turn == self._turn:
                 self._session.keep(llm)
+                if not self.is_active:
+                    self._session.leave(llm)
 
     def _driven(self, stream: Generator[int, Any, None]) -> Generator[int, Any, None]:
         """`yield from stream`, knowing at any time whether control is inside of it.
@@ -299,6 +308,7 @@ class Attachment:
         if not self._inside:
             if not self._is_wanted(llm):
                 self.close()
+                self._session.leave(llm)
                 self._wrapping.original(llm, "eval")(tokens)
                 return
             # Chat handlers clear the context and call eval themselves: that is a prompt too.

@@ -243,6 +243,11 @@ class LiveContext:
             return True
         return self.memory.kind is MemoryKind.WINDOW and self.can_go_on_from(length)
 
+    def lacks_positions(self) -> bool:
+        """Whether a window that llama.cpp keeps whole isn't there as a whole."""
+        window = self.memory.window
+        return window is not None and window.full and self.pos_min() > 0
+
     def can_go_on_from(self, length: int) -> bool:
         """Whether everything that position `length` attends to is there."""
         if self.memory.kind is MemoryKind.ATTENTION:

@@ -3,6 +3,7 @@
 import os
 import random
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -74,6 +75,7 @@ class LlamaDiskCache(BaseLlamaCache):
         self._path = resolve_root(cache_dir)
         self._reporter = Reporter()
         self._repository: Repository | None = None
+        self._is_closed = False
         with self._reporter.border("opening the cache folder"):
             self._open(None if is_default else self.capacity_bytes)
 
@@ -172,7 +174,7 @@ class LlamaDiskCache(BaseLlamaCache):
 
     def _bound_to(self, llm: Any | None) -> "_Bound | None":
         """The cache of a model that uses this one, or None if it can't have one."""
-        if llm is None:
+        if llm is None or self._is_closed:
             return None
         bound = _bound.get(llm)
         if bound is not None and (bound.owner is not self or not bound.is_active):
@@ -186,7 +188,8 @@ class LlamaDiskCache(BaseLlamaCache):
             except UsageError as error:
                 self._reporter.once("attached", "%s", error)
                 return None
-            _bound[llm] = bound
+            with _changing:
+                _bound[llm] = bound
         return bound
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -196,6 +199,7 @@ class LlamaDiskCache(BaseLlamaCache):
 
     def close(self) -> None:
         """Store everything, and give the folder back. Nothing is found any more. Safe to call twice."""
+        self._is_closed = True
         for bound in self._mine():
             bound.close()
         repository, self._repository = self._repository, None
@@ -204,7 +208,8 @@ class LlamaDiskCache(BaseLlamaCache):
             close_root(repository)
 
     def _mine(self) -> "list[_Bound]":
-        return [bound for bound in list(_bound.values()) if bound.owner is self]
+        with _changing:
+            return [bound for bound in _bound.values() if bound.owner is self]
 
 
 class _Bound(PersistentLlamaCache):
@@ -235,6 +240,7 @@ class _Bound(PersistentLlamaCache):
 
 # Weak both ways: a model takes its cache along, and none of the two keeps the other.
 _bound: "weakref.WeakKeyDictionary[Any, _Bound]" = weakref.WeakKeyDictionary()
+_changing = threading.Lock()
 
 
 def _asking(cache: LlamaDiskCache) -> Any | None:

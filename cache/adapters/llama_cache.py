@@ -138,9 +138,17 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         if prompt != asked:
             super()._settle(llm, prompt)
 
-    def _eval(self, llm: Any, tokens: Sequence[int]) -> None:
+    def _decode(self, llm: Any, tokens: Sequence[int]) -> None:
         self._asked = None
-        super()._eval(llm, tokens)
+        super()._decode(llm, tokens)
+
+    def _reset(self, llm: Any) -> None:
+        self._asked = None
+        super()._reset(llm)
+
+    def _move(self, name: str, context: Any, *args: Any, **kwargs: Any) -> None:
+        self._asked = None
+        super()._move(name, context, *args, **kwargs)
 
     def _load_state(self, llm: Any, state: LlamaState) -> None:
         self._asked = None

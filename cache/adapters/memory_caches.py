@@ -39,8 +39,7 @@ class _Kept:
         self._ids_size = ids.size
         scores = np.asarray(value.scores)
         self._n_vocab = scores.shape[-1] if scores.ndim else 0
-        # Without logits_all they are zeros, twice as large as the state.
-        self._scores: npt.NDArray[np.single] | None = scores.copy() if scores.any() else None
+        self._scores: npt.NDArray[np.single] | None = scores.copy() if _are_filled(scores, value.n_tokens) else None
         self._state = bytes(value.llama_state)[: value.llama_state_size]
         self._seed = value.seed
 
@@ -58,6 +57,14 @@ class _Kept:
         scores = np.zeros((1, self._n_vocab), np.single) if self._scores is None else self._scores.view()
         scores.flags.writeable = False
         return LlamaState(ids, scores, self._tokens.size, self._state, len(self._state), self._seed)
+
+
+def _are_filled(scores: npt.NDArray[np.single], n_tokens: int) -> bool:
+    """Whether scores are the logits of all tokens, as with logits_all.
+
+    Else `Llama` has never filled them: they are zeros, or whatever that memory held before, and twice as large as the state.
+    """
+    return scores.ndim == 2 and len(scores) == n_tokens and 2 * int(np.count_nonzero(scores)) > scores.size
 
 
 class _MemoryCache(BaseLlamaCache):

@@ -348,6 +348,12 @@ class Session:
         """Whether the model is still open, and this is the process that opened it."""
         return self._pid == os.getpid() and llm._ctx.ctx is not None
 
+    def leave(self, llm: Any) -> None:
+        """Leave the context to stock code: without what only the code here knows to be incomplete."""
+        if self._is_usable(llm):
+            with self._lock, self.reporter.border("leaving the context"):
+                self._live.leave(llm)
+
     # -- the end --------------------------------------------------------------------------------------------------
 
     def flush(self, timeout: float | None = None) -> bool:

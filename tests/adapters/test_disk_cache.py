@@ -3,6 +3,8 @@
 import gc
 import logging
 import sqlite3
+import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,8 +15,9 @@ import pytest
 from llama_cpp import LlamaState
 from llamas import load, n_decoded, random_tokens
 
-from kvkeep.cache import LlamaDiskCache, PersistentLlamaCache, attach
+from kvkeep.cache import LlamaDiskCache, LlamaRAMCache, PersistentLlamaCache, attach
 from kvkeep.store.errors import UsageError
+from kvkeep.store.opening import migrate_root
 from kvkeep.store.registry import close_root, open_root
 
 PROMPT = random_tokens(200)
@@ -175,6 +178,79 @@ def test_for_model_is_the_full_way(dense: str, root: Path) -> None:
     with LlamaDiskCache.for_model(llm, root) as cache:
         assert isinstance(cache, PersistentLlamaCache)
         assert cache.path == root
+
+
+@pytest.mark.parametrize("how", ["taken away", "another cache", "closed", "attach, closed", "attach, closed in a stream"])
+def test_a_window_that_was_restored_is_no_trap_for_stock_code(how: str, window: str, root: Path) -> None:
+    """A restored window has only what is attended to; where llama.cpp keeps all of it, `Llama` cuts into it without a look."""
+    first = load(window)
+    with attach(first, root, break_even=False) as keep:
+        keep.warm(PROMPT)
+    llm = load(window)
+    if how.startswith("attach"):
+        keep = attach(llm, root, break_even=False)
+        stream = llm.generate(PROMPT, temp=0.0)
+        next(stream)
+        if how == "attach, closed":
+            stream.close()
+        keep.close()
+        stream.close()
+        assert keep.last is not None
+        assert keep.last.length == len(PROMPT) - 1
+    else:
+        cache = LlamaDiskCache(root)
+        llm.set_cache(cache)
+        assert complete(llm, PROMPT)[1] == 1
+        if how == "closed":
+            cache.close()
+        else:
+            llm.set_cache(None if how == "taken away" else LlamaRAMCache())
+    prompt = [*PROMPT[:100], *OTHER[:20]]
+    llm.create_completion(prompt, max_tokens=1, temperature=0.0)
+    cold = load(window)
+    cold.create_completion(prompt, max_tokens=1, temperature=0.0)
+    expected = first_logits_now(cold)
+    assert np.allclose(first_logits_now(llm), expected, atol=1e-3 * np.abs(expected).max())
+
+
+def test_a_closed_cache_does_not_open_its_folder_again(dense: str, root: Path) -> None:
+    llm, cache = load(dense), LlamaDiskCache(root)
+    llm.set_cache(cache)
+    complete(llm, PROMPT)
+    cache.close()
+    complete(llm, OTHER)
+    assert complete(llm, PROMPT)[1] == len(PROMPT)
+    # Nobody has it open: who comes alone gets its lock.
+    assert migrate_root(root) == []
+
+
+def test_models_may_come_while_another_thread_flushes(dense: str, root: Path) -> None:
+    cache = LlamaDiskCache(root)
+    models = [load(dense, n_ctx=256) for _ in range(12)]
+    done = threading.Event()
+    errors: list[BaseException] = []
+
+    def flushing() -> None:
+        try:
+            while not done.is_set():
+                cache.flush()
+        except RuntimeError as error:
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=flushing)
+    thread.start()
+    try:
+        for llm in models:
+            llm.set_cache(cache)
+            complete(llm, PROMPT[:20])
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(before)
+        cache.close()
+    assert errors == []
 
 
 # -- by hand -------------------------------------------------------------------------------------------------------------

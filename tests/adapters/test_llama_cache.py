@@ -298,3 +298,25 @@ def test_by_hand_a_memory_that_cannot_be_cut_is_a_key_error(opaque: str, root: P
         target.load_state(item)
     assert target.n_tokens == 0
     cache.close()
+
+
+@pytest.mark.parametrize("between", ["warm", "eval", "reset"])
+def test_what_was_decoded_since_it_was_asked_is_looked_at(between: str, window: str, root: Path) -> None:
+    """`Llama` asks and generates at once; somebody else may do something else in between."""
+    llm = load(window, swa_full=False, n_ubatch=32)
+    cold = first_logits(llm, PROMPT)
+    llm.close()
+    llm = load(window, swa_full=False, n_ubatch=32)
+    cache = PersistentLlamaCache.for_model(llm, root, break_even=False)
+    other = [*PROMPT[:60], *random_tokens(540, seed=5)]
+    with pytest.raises(KeyError):
+        cache[PROMPT]
+    if between == "warm":
+        cache.warm(other)
+    else:
+        llm.eval(other)
+        if between == "reset":
+            llm.reset()
+    found = first_logits(llm, PROMPT)
+    assert np.allclose(found, cold, atol=1e-3 * np.abs(cold).max())
+    cache.close()

@@ -427,6 +427,15 @@ def test_a_key_that_is_no_tokens(make: Any, key: Any, states: dict[tuple[int, ..
         cache[key] = states[A]
 
 
+def test_scores_that_nobody_has_filled_are_no_trouble(states: dict[tuple[int, ...], LlamaState]) -> None:
+    """Without logits_all they are whatever the memory held before; with signalling NaN a look at them warns."""
+    state = states[A]
+    scores = np.full(state.scores.shape, 0x7FA00001, np.uint32).view(np.single)
+    cache = LlamaRAMCache()
+    cache[A] = LlamaState(state.input_ids, scores, state.n_tokens, state.llama_state, state.llama_state_size, 0)
+    assert cache[A].n_tokens == len(A)
+
+
 def test_a_state_that_contradicts_itself(states: dict[tuple[int, ...], LlamaState]) -> None:
     state = states[A]
     bad = LlamaState(state.input_ids[:5], state.scores, 60, state.llama_state, state.llama_state_size, 0)
