@@ -100,6 +100,11 @@ class Match:
         return self.checkpoint is not None and self.checkpoint.kind == Kind.OPAQUE
 
     @property
+    def has_whole_window(self) -> bool:
+        """Whether the windowed cache is there from position 0 on, and not only what is attended to."""
+        return sum(step.take for step in self.windows) == self.length
+
+    @property
     def plain_bytes(self) -> int:
         """Bytes to be read and verified to restore it."""
         return sum(entry.plain_bytes for entry in self.entries)

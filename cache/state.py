@@ -282,6 +282,17 @@ def _attention_bytes(cells: Cells) -> int:
     return 2 * _PAIR.size + n_cells * (layout.cell_bytes + tensors) + heads
 
 
+def empty(arch: str, n_caches: int) -> Bytes:
+    """The whole form of a context that holds nothing.
+
+    Args:
+        arch: name of the architecture.
+        n_caches: attention caches that its memory has; nothing else.
+    """
+    nothing = _PAIR.pack(1, 0)
+    return np.frombuffer(U32.pack(len(arch)) + arch.encode() + nothing * n_caches, np.uint8)
+
+
 class Windowed(NamedTuple):
     """The windowed cache of a state to be written.
 

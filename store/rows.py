@@ -10,6 +10,7 @@ from sqlalchemy import Connection, Table, bindparam, delete, insert, select, upd
 from kvkeep.store import checkpoints, nodes, windows
 from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
 from kvkeep.store.entry import Entry
+from kvkeep.store.frame import Kind
 from kvkeep.store.hashing import BlobId
 from kvkeep.store.nodes import NewNode, Node
 from kvkeep.store.schema import checkpoint, in_pieces, node, window
@@ -50,6 +51,17 @@ def add(connection: Connection, namespace_id: int, new: Iterable[NewRow]) -> Non
     for table in TABLES:
         if table.name in values:
             connection.execute(insert(table), values[table.name])
+
+
+def tables_in_use(connection: Connection, namespace_id: int) -> set[str]:
+    """Names of the tables in which a namespace has rows; of `checkpoint` only for recurrent tensors, not for whole states."""
+    wanted = [table.c.namespace_id == namespace_id for table in TABLES]
+    wanted[-1] &= checkpoint.c.kind == Kind.RECURRENT
+    found = (
+        (table.name, connection.execute(select(table.c.id).where(where).limit(1)).first())
+        for table, where in zip(TABLES, wanted, strict=True)
+    )
+    return {name for name, row in found if row is not None}
 
 
 def is_there(connection: Connection, entry: Entry) -> bool:

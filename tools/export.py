@@ -151,7 +151,7 @@ def _show(console: "Console", path: Path, chosen: Sequence[Chosen], done: "Expor
         name = ids[found.key]
         figures = plural(found.n_tokens, "token")
         if reached < found.n_tokens:
-            figures += f", of which only the first {reached:,} are stored"
+            figures += f", of which only the first {reached:,} can be restored from it"
         line = words.text(found.space.fingerprint, found.tokens, max(0, console.width - len(name) - 4))
         console.print(f"  {name}  {line}", no_wrap=True, overflow="ellipsis")
         console.print(f"  {' ' * len(name)}  {figures}", soft_wrap=True)

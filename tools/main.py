@@ -29,7 +29,8 @@ class Border(click.Group):
         try:
             return super().invoke(ctx)
         except KvkeepError as error:
-            click.echo(f"kvkeep: {error}", err=True)
+            for sentence in (error, *getattr(error, "__notes__", ())):
+                click.echo(f"kvkeep: {sentence}", err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             # An end of line, so that the shell's prompt doesn't follow "^C".

@@ -11,9 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from llama_cpp import LlamaState
+
 from kvkeep.cache.adapters.backing import Wishes
 from kvkeep.cache.adapters.ending import Ending
 from kvkeep.cache.adapters.session import Session
+from kvkeep.cache.adapters.states import whole_state
 from kvkeep.cache.adapters.wrapping import Wrapping
 from kvkeep.cache.match import Match, Reason
 from kvkeep.cache.paths import resolve_root
@@ -82,6 +85,7 @@ class Attachment:
                 "eval": self._eval,
                 "reset": self._reset,
                 "load_state": self._load_state,
+                "save_state": self._save_state,
             },
         )
         try:
@@ -96,7 +100,7 @@ class Attachment:
         self._llm_ref: Callable[[], Any] = weakref.ref(llm)
         self._signature = inspect.signature(type(llm).generate)
         self._turn = 0
-        self._streams = 0
+        self._is_cut_off = False
         self._inside = False
         self._handed_over = False
         # A model that goes takes its cache with it; what waits is stored first.
@@ -230,8 +234,9 @@ class Attachment:
         self._wrapping.undo()
         self._context.undo()
         llm = self._llm_ref()
-        if llm is not None and self._streams == 0:
-            self._session.leave(llm)
+        if llm is not None and not self._inside:
+            # A stream that is suspended has nothing to go on from then, and ends.
+            self._is_cut_off |= self._session.leave(llm)
 
     def close(self) -> None:
         """Flush, detach, and give the folder back. Safe to call twice."""
@@ -255,7 +260,6 @@ class Attachment:
         # Bound here and not in the generator, so that a wrong argument is an error of the call, as it is in Llama's own.
         if not self._is_wanted(llm):
             self.close()
-            self._session.leave(llm)
             stream: Generator[int, Any, None] = self._wrapping.original(llm, "generate")(tokens, *args, **kwargs)
             return stream
         bound = self._signature.bind(llm, tokens, *args, **kwargs)
@@ -274,11 +278,9 @@ class Attachment:
             self._session.last = Match(length=0, prompt_tokens=len(prompt), reason=Reason.NO_RESET)
         self._handed_over = False
         stream = self._wrapping.original(llm, "generate")(prompt, *args, **kwargs)
-        self._streams += 1
         try:
             yield from self._driven(stream)
         finally:
-            self._streams -= 1
             # A generator that is dropped and closed late must not save in the middle of the next one.
             if turn == self._turn:
                 self._session.keep(llm)
@@ -301,6 +303,8 @@ class Attachment:
                 finally:
                     self._inside = False
                 answer = yield token
+                if self._is_cut_off:
+                    return
         finally:
             stream.close()
 
@@ -308,7 +312,6 @@ class Attachment:
         if not self._inside:
             if not self._is_wanted(llm):
                 self.close()
-                self._session.leave(llm)
                 self._wrapping.original(llm, "eval")(tokens)
                 return
             # Chat handlers clear the context and call eval themselves: that is a prompt too.
@@ -338,6 +341,12 @@ class Attachment:
         # A context shift by hand: the positions hold other tokens than those that were decoded there.
         self._session.was_reset()
         self._context.original(context, name)(*args, **kwargs)
+
+    def _save_state(self, llm: Any) -> LlamaState:
+        if self._session.lacks_positions(llm):
+            return whole_state(llm, self._session)
+        state: LlamaState = self._wrapping.original(llm, "save_state")()
+        return state
 
     def _load_state(self, llm: Any, state: Any) -> None:
         with self._session.loading(llm, proven=False):

@@ -1,8 +1,11 @@
 """What the caches that stand in for llama-cpp-python's have in common."""
 
 import logging
+import sys
 from collections.abc import Sequence
+from typing import Any
 
+import llama_cpp
 import numpy as np
 from llama_cpp import llama_cache
 
@@ -13,6 +16,11 @@ _LOG = logging.getLogger("kvkeep")
 
 STOCK_CAPACITY = 2 << 30
 """Bytes: the default of all of llama-cpp-python's caches."""
+
+
+# The method in which `Llama` asks, and frames between it and this module: ours, and those of somebody's subclass.
+_COMPLETION = "_create_completion"
+_FRAMES = 6
 
 
 class BaseLlamaCache(llama_cache.BaseLlamaCache):
@@ -42,3 +50,21 @@ def key_tokens(key: Sequence[int]) -> Tokens:
         UsageError: it has something else than tokens.
     """
     return np.frombuffer(token_bytes(key), "<i4")
+
+
+def asking_llama(cache: BaseLlamaCache | None) -> Any | None:
+    """The `Llama` that asks, if it is one, in a completion.
+
+    `Llama` doesn't say who it is: it calls `cache[tokens]`, and nothing else. Without knowing, a state of another model could
+    only be told by its shape, and one of a fine-tune not at all. So the callers are looked at, a few frames up.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_FRAMES):
+        # Any other method is somebody's own, who does it by hand.
+        caller = frame.f_locals.get("self") if frame.f_code.co_name == _COMPLETION else None
+        if isinstance(caller, llama_cpp.Llama) and caller.cache is cache:
+            return caller
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None

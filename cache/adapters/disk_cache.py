@@ -2,7 +2,6 @@
 
 import os
 import random
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -10,12 +9,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import llama_cpp
 from llama_cpp import LlamaState
 
 from kvkeep.cache.adapters.attach import session_options
 from kvkeep.cache.adapters.backing import Wishes
-from kvkeep.cache.adapters.base_cache import STOCK_CAPACITY, BaseLlamaCache
+from kvkeep.cache.adapters.base_cache import STOCK_CAPACITY, BaseLlamaCache, asking_llama
 from kvkeep.cache.adapters.by_hand import Found, StatesByHand
 from kvkeep.cache.adapters.ending import Ending, wait_for_the_gone
 from kvkeep.cache.adapters.llama_cache import PersistentLlamaCache
@@ -32,8 +30,6 @@ _DEFAULT = DefaultCapacity(STOCK_CAPACITY)
 _STOCK_FILE = "cache.db"
 # How long a prompt waits for states that are about to be stored.
 FLUSH_SECONDS = 10.0
-# Frames between `Llama._create_completion` and this module: none, or those of somebody's subclass.
-_FRAMES = 6
 
 
 class LlamaDiskCache(BaseLlamaCache):
@@ -79,6 +75,10 @@ class LlamaDiskCache(BaseLlamaCache):
         with self._reporter.border("opening the cache folder"):
             self._open(None if is_default else self.capacity_bytes)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what comes out of a pickle, is another cache on the same folder."""
+        return type(self), (str(self._path), self.capacity_bytes, self.verbose)
+
     @staticmethod
     def for_model(
         llm: Any, cache_dir: str | os.PathLike[str] = ".cache/llama_cache", capacity_bytes: int = DEFAULT_CAPACITY
@@ -111,7 +111,7 @@ class LlamaDiskCache(BaseLlamaCache):
         return tuple(key[:length]) if length else None
 
     def _matches(self, key: Sequence[int]) -> list[Match]:
-        if (bound := self._bound_to(_asking(self))) is not None:
+        if (bound := self._bound_to(asking_llama(self))) is not None:
             found = bound.stored(key)
             return [] if found is None else [found]
         by_hand = self._found_by_hand(key)
@@ -124,7 +124,7 @@ class LlamaDiskCache(BaseLlamaCache):
             KeyError: there is none.
         """
         tokens = list(key)
-        llm = _asking(self)
+        llm = asking_llama(self)
         if llm is not None:
             if (bound := self._bound_to(llm)) is None:
                 raise KeyError("the model can't be served")
@@ -157,7 +157,7 @@ class LlamaDiskCache(BaseLlamaCache):
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
         """Store a state: behind the caller's back for a model in a completion, else before this returns."""
-        llm = _asking(self)
+        llm = asking_llama(self)
         if llm is not None:
             if (bound := self._bound_to(llm)) is not None:
                 bound[key] = value
@@ -237,24 +237,10 @@ class _Bound(PersistentLlamaCache):
     def _is_wanted(self, llm: Any) -> bool:
         return llm.cache is not None and llm.cache is self.owner
 
+    def _as_seen(self) -> BaseLlamaCache | None:
+        return self.owner
+
 
 # Weak both ways: a model takes its cache along, and none of the two keeps the other.
 _bound: "weakref.WeakKeyDictionary[Any, _Bound]" = weakref.WeakKeyDictionary()
 _changing = threading.Lock()
-
-
-def _asking(cache: LlamaDiskCache) -> Any | None:
-    """The `Llama` that asks, if it is one, in a completion.
-
-    `Llama` doesn't say who it is: it calls `cache[tokens]`, and nothing else. Without knowing, a state of another model could
-    only be told by its shape, and one of a fine-tune not at all. So the callers are looked at, a few frames up.
-    """
-    frame = sys._getframe(2)
-    for _ in range(_FRAMES):
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, llama_cpp.Llama) and caller.cache is cache:
-            return caller
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return None

@@ -162,15 +162,6 @@ class LiveSequence:
         recurrent = self.context.memory.kind not in (MemoryKind.ATTENTION, MemoryKind.WINDOW)
         self.context.clear(buffers=buffers or recurrent)
 
-    def leave(self, llm: Any) -> None:
-        """Hold nothing that stock code would go wrong with.
-
-        A restored window has only the positions that are attended to. Where llama.cpp keeps all of them, `Llama` never meets
-        that by itself: it would cut into the hole, and go on (logit error 4.4).
-        """
-        if llm.n_tokens > 0 and self.context.lacks_positions():
-            self.empty(llm)
-
     def load(self, llm: Any, state: Bytes, tokens: Tokens) -> None:
         """Hold a stored state instead.
 

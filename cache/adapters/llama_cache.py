@@ -3,20 +3,18 @@
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from llama_cpp import LlamaState
 
 from kvkeep.cache.adapters.attach import Attachment, session_options
 from kvkeep.cache.adapters.backing import Wishes
-from kvkeep.cache.adapters.base_cache import BaseLlamaCache
+from kvkeep.cache.adapters.base_cache import BaseLlamaCache, asking_llama
+from kvkeep.cache.adapters.states import PresentState, StoredState
 from kvkeep.cache.match import Match
-from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.state import Form
-from kvkeep.store.errors import KvkeepError
-from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.space import DEFAULT_CAPACITY
 
 
@@ -150,66 +148,19 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         self._asked = None
         super()._move(name, context, *args, **kwargs)
 
+    def _save_state(self, llm: Any) -> LlamaState:
+        # For this cache, which looks at the tokens only.
+        if asking_llama(self._as_seen()) is llm:
+            return PresentState(llm, partial(super()._save_state, llm))
+        return super()._save_state(llm)
+
+    def _as_seen(self) -> BaseLlamaCache | None:
+        """The cache that the model knows."""
+        return self
+
     def _load_state(self, llm: Any, state: LlamaState) -> None:
         self._asked = None
         cache = self._session.cache
         ours = isinstance(state, StoredState) and cache is not None and state.fingerprint == cache.identity.fingerprint
         with self._session.loading(llm, proven=ours):
             self._wrapping.original(llm, "load_state")(state)
-
-
-class StoredState(LlamaState):
-    """A `LlamaState` that is read from the store when something looks at more than its tokens.
-
-    `Llama.load_state` reads `n_tokens` before it changes anything; whatever can fail happens there, as a KeyError.
-    `input_ids` is as long as the model's n_ctx, -1 beyond the state's end; `scores` is zeros of shape (1, n_vocab),
-    because logits are never stored; `seed` is the model's own, so that restored chats don't all sample alike.
-    """
-
-    def __init__(self, llm: Any, cache: PrefixCache, match: Match, tokens: npt.NDArray[np.int32]) -> None:
-        self._cache = cache
-        self._match = match
-        self._tokens = tokens
-        self._arch = str(llm.metadata.get("general.architecture", ""))
-        self._n_vocab = llm.n_vocab()
-        self._state: bytes | None = None
-        self.seed = llm._seed
-        self.input_ids: npt.NDArray[np.int32] = np.full(llm.input_ids.shape, -1, np.int32)
-        self.input_ids[: len(tokens)] = tokens
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        """Whose state it is."""
-        return self._cache.identity.fingerprint
-
-    def _assembled(self) -> bytes:
-        if self._match.is_opaque:
-            raise KeyError(
-                "the state of this model's memory is kept in the sequence form only; load_state wants the whole form"
-            )
-        if self._state is None:
-            try:
-                restored = self._cache.restore(self._match, self._tokens, form=Form.WHOLE, arch=self._arch)
-            except KvkeepError as error:
-                raise KeyError(f"the stored state can't be read: {error}") from error
-            if restored.length != len(self._tokens):
-                raise KeyError(f"the stored state is damaged: {restored.detail}")
-            self._state = restored.state.tobytes()
-        return self._state
-
-    @property
-    def n_tokens(self) -> int:  # type: ignore[override]  # an attribute there
-        self._assembled()
-        return len(self._tokens)
-
-    @property
-    def scores(self) -> npt.NDArray[np.float32]:  # type: ignore[override]  # an attribute there
-        return np.zeros((1, self._n_vocab), np.float32)
-
-    @property
-    def llama_state(self) -> bytes:  # type: ignore[override]  # an attribute there
-        return self._assembled()
-
-    @property
-    def llama_state_size(self) -> int:  # type: ignore[override]  # an attribute there
-        return len(self._assembled())

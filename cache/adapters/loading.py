@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from kvkeep.cache.layout import ELEMENT_TYPES
 from kvkeep.store.errors import UsageError
 
 # Arguments of `Llama` that a text can't be, and what the command itself decides.
@@ -92,12 +93,15 @@ def _value(text: str) -> Any:
 
 
 def _ggml_type(text: str) -> int:
-    """The number of a type of keys or values, from its name or as it is."""
-    if text.strip().isdecimal():
-        return int(text)
-    number = getattr(llama_library(), f"GGML_TYPE_{text.strip().upper()}", None)
-    if number is None:
-        raise UsageError(f"{text!r} is no type of keys and values; f16, f32, bf16, q8_0, q4_0 and others of ggml are")
+    """The number of a type of keys or values, from its name or as it is. Any other one would end the process in ggml.
+
+    Raises:
+        UsageError: llama.cpp takes no such keys and values.
+    """
+    text = text.strip()
+    number = int(text) if text.isdecimal() else getattr(llama_library(), f"GGML_TYPE_{text.upper()}", None)
+    if number not in ELEMENT_TYPES:
+        raise UsageError(f"{text!r} is no type of keys and values: f32, f16, bf16, q8_0, q5_0, q5_1, q4_0, q4_1 and iq4_nl are")
     return int(number)
 
 

@@ -7,6 +7,7 @@ import threading
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -73,10 +74,25 @@ class _MemoryCache(BaseLlamaCache):
     def __init__(self, capacity_bytes: int, verbose: bool) -> None:
         super().__init__(capacity_bytes)
         self.verbose = verbose
-        self._tree: TokenTree[_Kept] = TokenTree()
-        self._by_use: OrderedDict[_Kept, None] = OrderedDict()
-        self._bytes = 0
+        self._fill([])
+
+    def _fill(self, entries: Sequence[_Kept]) -> None:
+        """Hold these and nothing else; the most recently used one is the last."""
         self._lock = threading.Lock()
+        self._tree: TokenTree[_Kept] = TokenTree()
+        for kept in entries:
+            self._tree.put(kept.key, kept)
+        self._by_use: OrderedDict[_Kept, None] = OrderedDict.fromkeys(entries)
+        self._bytes = sum(kept.n_bytes for kept in entries)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle has: the entries, but neither the tree nor the lock, which belong to one cache."""
+        with self._lock:
+            return {"capacity_bytes": self.capacity_bytes, "verbose": self.verbose, "entries": list(self._by_use)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.capacity_bytes, self.verbose = state["capacity_bytes"], state["verbose"]
+        self._fill(state["entries"])
 
     @abstractmethod
     def _find(self, key: Tokens) -> _Kept | None:

@@ -348,11 +348,22 @@ class Session:
         """Whether the model is still open, and this is the process that opened it."""
         return self._pid == os.getpid() and llm._ctx.ctx is not None
 
-    def leave(self, llm: Any) -> None:
-        """Leave the context to stock code: without what only the code here knows to be incomplete."""
-        if self._is_usable(llm):
+    def lacks_positions(self, llm: Any) -> bool:
+        """Whether stock code would go wrong with what the context holds."""
+        with self._lock:
+            return self._is_usable(llm) and llm.n_tokens > 0 and self._live.context.lacks_positions()
+
+    def leave(self, llm: Any) -> bool:
+        """Leave the context to stock code: empty, if only the code here knows what it lacks. Returns whether that was so.
+
+        A restored window has only the positions that are attended to. Where llama.cpp keeps all of them, `Llama` never meets
+        that by itself: it would cut into the hole, and go on (logit error 4.4).
+        """
+        lacking = self.lacks_positions(llm)
+        if lacking:
             with self._lock, self.reporter.border("leaving the context"):
-                self._live.leave(llm)
+                self._live.empty(llm)
+        return lacking
 
     # -- the end --------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ something else, can't be expressed, or isn't what its own frame says.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -186,22 +186,39 @@ def cut(value: memoryview | None, entry: Node | Window, take: int) -> NewEntry:
     return NewEntry(NewWindow(key, entry.anchor, path, entry.start, take, *sizes), encoded)
 
 
-def reached(prompts: Iterable[Prompt], rows: Iterable[NewRow]) -> list[int]:
-    """How many of each prefix's first tokens some rows reach up to."""
+def reached(prompts: Iterable[Prompt], rows: Iterable[NewRow], tables: Collection[str]) -> list[int]:
+    """How many of each prefix's first tokens can be had from some rows.
+
+    Args:
+        prompts: the prefixes.
+        rows: the rows.
+        tables: those that this model's states need, see `kvkeep.store.rows.tables_in_use`. What has blocks and recurrent
+            tensors can be had only where there are both.
+    """
     at: dict[PrefixHash, list[NewRow]] = defaultdict(list)
     for row in rows:
         at[row.anchor].append(row)
-    return [max(_ends(prompt, at), default=0) for prompt in prompts]
+    return [_reached(list(_along(prompt, at)), tables) for prompt in prompts]
 
 
-def _ends(prompt: Prompt, at: Mapping[PrefixHash, Sequence[NewRow]]) -> Iterator[int]:
+def _along(prompt: Prompt, at: Mapping[PrefixHash, Sequence[NewRow]]) -> Iterator[NewRow]:
     for slot, anchor in enumerate(prompt.borders):
         rest = prompt.rest(slot)
-        yield from (_end(row) for row in at.get(anchor, ()) if rest.startswith(row.path))
+        yield from (row for row in at.get(anchor, ()) if rest.startswith(row.path))
 
 
-def _end(row: NewRow) -> int:
-    return row.pos if isinstance(row, NewCheckpoint) else row.start + row.n_tokens
+def _reached(rows: Sequence[NewRow], tables: Collection[str]) -> int:
+    ends = {
+        "node": {row.start + row.n_tokens for row in rows if isinstance(row, NewNode)},
+        "window": {row.start + row.n_tokens for row in rows if isinstance(row, NewWindow)},
+        "checkpoint": {row.pos for row in rows if isinstance(row, NewCheckpoint) and row.kind == Kind.RECURRENT},
+    }
+    whole = max((row.pos for row in rows if isinstance(row, NewCheckpoint) and row.kind == Kind.OPAQUE), default=0)
+    covered = max(ends["node"], default=0) if "node" in tables else max(ends["checkpoint"], default=0)
+    for table in ("window", "checkpoint"):
+        if table in tables:
+            covered = max((end for end in ends[table] if end <= covered), default=0)
+    return max(whole, covered)
 
 
 def check_order(row: NewRow, before: dict[PrefixHash, NewNode], prompts: Sequence[Prompt]) -> None:

@@ -14,7 +14,7 @@ from kvkeep.cache.bundle.format import RECORD_BYTES, BundleFile, Head
 from kvkeep.cache.bundle.rows import as_entry, reached
 from kvkeep.cache.eviction import key_of
 from kvkeep.cache.restore_point import Prompt, is_filed
-from kvkeep.store import checkpoints, namespaces, nodes, rows, windows
+from kvkeep.store import checkpoints, namespaces, nodes, pins, rows, windows
 from kvkeep.store.blobs import BlobReader
 from kvkeep.store.checkpoints import NewCheckpoint
 from kvkeep.store.engine import Connection
@@ -119,17 +119,20 @@ def take(
         batches = Batches(writing, space.id, protected)
         try:
             # First, so that the last commit of entries is the last thing that can go wrong.
-            for prompt in prompts if pin else ():
-                if pinned.pin(writing, space, prompt.tokens):
-                    new_pins.append(prompt.tokens)
+            for tokens in _unpinned(writing, space, prompts) if pin else ():
+                # Noted first: an interrupt may come behind the commit.
+                new_pins.append(tokens)
+                pinned.pin(writing, space, tokens)
             _store(batches, file, plan, progress)
         except BaseException as error:
             _undo(writing, space, plan, new_pins, error)
             raise
     repository.touch(plan.used, hit=False)
-    tokens = sum(reached(prompts, (item.row for item in items)))
+    with repository.rows() as connection:
+        tables = rows.tables_in_use(connection, space.id)
+    n_tokens = sum(reached(prompts, (item.row for item in items), tables))
     saved = batches.saved
-    return Taken(saved.written, len(plan.there), saved.written_bytes, tokens, evicted + saved.evicted, len(new_pins))
+    return Taken(saved.written, len(plan.there), saved.written_bytes, n_tokens, evicted + saved.evicted, len(new_pins))
 
 
 def _check_block_tokens(space: Namespace | None, head: Head) -> None:
@@ -138,6 +141,12 @@ def _check_block_tokens(space: Namespace | None, head: Head) -> None:
             f"the bundle has blocks of {head.block_tokens} tokens, and {head.label} is stored here in blocks of "
             f"{space.block_tokens}; the two can't be mixed"
         )
+
+
+def _unpinned(writing: Writing, space: Namespace, prompts: Sequence[Prompt]) -> list[bytes]:
+    with writing.index.read() as connection:
+        known = {pin.tokens for pin in pins.of(connection, space.id)}
+    return [tokens for tokens in dict.fromkeys(prompt.tokens for prompt in prompts) if tokens not in known]
 
 
 # -- looking -----------------------------------------------------------------------------------------------------------

@@ -91,6 +91,7 @@ def export(repository: Repository, prefixes: Prefixes, file: Path, progress: Pro
     with repository.rows() as connection:
         wanted = _wanted(connection, space, prompts)
         label, ingredients = _described(connection, space)
+        tables = rows.tables_in_use(connection, space.id)
     keys = [key_of(one.entry) for one in wanted]
     written: list[NewRow] = []
     with repository.holding(keys), _beside(file) as out:
@@ -103,7 +104,7 @@ def export(repository: Repository, prefixes: Prefixes, file: Path, progress: Pro
             written.append(_write(repository, one, prompts[0].borders[0], out, seal))
             progress(one.entry.stored_bytes)
         n_bytes = sum(row.stored_bytes + RECORD_BYTES for row in written)
-        reach = dict(zip(tokens, reached(prompts, written), strict=True))
+        reach = dict(zip(tokens, reached(prompts, written, tables), strict=True))
         finished = replace(head, entries_bytes=n_bytes).pack()
         out.write(seal.close(finished))
         out.seek(0)

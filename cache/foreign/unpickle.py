@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from kvkeep.cache.foreign.instructions import LATIN, Source, Span, Text, asks_for, instructions
+from kvkeep.cache.foreign.instructions import LATIN, MAX_INSTRUCTIONS, Source, Span, Text, asks_for, instructions
 from kvkeep.cache.foreign.item import MAX_TOKENS
 from kvkeep.cache.layout import Bytes
 from kvkeep.store.errors import UnknownLayout
@@ -234,7 +234,9 @@ class _Machine:
             target[key.word()] = value
 
     def _do_put(self, number: int) -> None:
-        # Protocol 0 writes any number; a dictionary doesn't mind.
+        # A pickler counts from 0 on. Others could be chosen to collide in a dictionary, which would take hours.
+        if not 0 <= number < MAX_INSTRUCTIONS:
+            raise UnknownLayout(f"the pickle remembers something under the number {number}; no pickler does")
         self._memo[int(number)] = self._top()
 
     def _do_memoize(self, _: None) -> None:

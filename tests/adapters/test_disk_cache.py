@@ -1,7 +1,9 @@
 """`LlamaDiskCache`: which model asks, what is kept by hand, and when it lets go."""
 
+import copy
 import gc
 import logging
+import pickle  # noqa: TID251 - to be pickled is what is tested
 import sqlite3
 import sys
 import threading
@@ -12,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llama_cpp import LlamaState
-from llamas import load, n_decoded, random_tokens
+from llama_cpp import Llama, LlamaState
+from llamas import first_logits, load, n_decoded, random_tokens
 
 from kvkeep.cache import LlamaDiskCache, LlamaRAMCache, PersistentLlamaCache, attach
 from kvkeep.store.errors import UsageError
@@ -162,6 +164,31 @@ def test_subclasses_are_asked_as_well(dense: str, root: Path) -> None:
         cache.close()
 
 
+def test_a_models_own_methods_do_it_by_hand(dense: str, root: Path) -> None:
+    class Mine(Llama):
+        def remember(self) -> None:
+            self.cache[self.input_ids[: self.n_tokens].tolist()] = self.save_state()
+
+    llm = Mine(dense, n_ctx=512, n_threads=1, verbose=False)
+    cache = LlamaDiskCache(root)
+    llm.set_cache(cache)
+    llm.eval(PROMPT)
+    llm.remember()
+    assert cache[PROMPT].n_tokens == len(PROMPT)
+    cache.close()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])  # noqa: S301
+def test_a_copy_is_another_cache_on_the_same_folder(copied: Any, dense: str, root: Path) -> None:
+    cache = LlamaDiskCache(root, 64 << 20)
+    other = copied(cache)
+    cache[PROMPT] = state_of(dense, PROMPT)
+    cache.close()
+    assert other.capacity_bytes == 64 << 20
+    assert other[PROMPT].n_tokens == len(PROMPT)
+    other.close()
+
+
 def test_a_model_that_goes_leaves_what_it_had(dense: str, root: Path) -> None:
     llm, cache = load(dense), LlamaDiskCache(root)
     llm.set_cache(cache)
@@ -180,7 +207,10 @@ def test_for_model_is_the_full_way(dense: str, root: Path) -> None:
         assert cache.path == root
 
 
-@pytest.mark.parametrize("how", ["taken away", "another cache", "closed", "attach, closed", "attach, closed in a stream"])
+TRAPS = ["taken away", "another cache", "another cache in a stream", "closed", "attach, closed", "attach, closed in a stream"]
+
+
+@pytest.mark.parametrize("how", TRAPS)
 def test_a_window_that_was_restored_is_no_trap_for_stock_code(how: str, window: str, root: Path) -> None:
     """A restored window has only what is attended to; where llama.cpp keeps all of it, `Llama` cuts into it without a look."""
     first = load(window)
@@ -194,16 +224,22 @@ def test_a_window_that_was_restored_is_no_trap_for_stock_code(how: str, window: 
         if how == "attach, closed":
             stream.close()
         keep.close()
-        stream.close()
         assert keep.last is not None
         assert keep.last.length == len(PROMPT) - 1
     else:
         cache = LlamaDiskCache(root)
         llm.set_cache(cache)
-        assert complete(llm, PROMPT)[1] == 1
+        if how == "another cache in a stream":
+            stream = llm.create_completion(PROMPT, max_tokens=4, temperature=0.0, stream=True)
+            next(stream)
+            # Llama puts its state at the stream's end into whatever cache it has by then.
+            llm.set_cache(LlamaRAMCache())
+            assert len(list(stream)) > 0
+        else:
+            assert complete(llm, PROMPT)[1] == 1
         if how == "closed":
             cache.close()
-        else:
+        elif "stream" not in how:
             llm.set_cache(None if how == "taken away" else LlamaRAMCache())
     prompt = [*PROMPT[:100], *OTHER[:20]]
     llm.create_completion(prompt, max_tokens=1, temperature=0.0)
@@ -211,6 +247,65 @@ def test_a_window_that_was_restored_is_no_trap_for_stock_code(how: str, window: 
     cold.create_completion(prompt, max_tokens=1, temperature=0.0)
     expected = first_logits_now(cold)
     assert np.allclose(first_logits_now(llm), expected, atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("stored", ["all", "only the end"])
+def test_a_state_that_leaves_the_house_is_whole(stored: str, window: str, root: Path) -> None:
+    first = load(window)
+    with attach(first, root, break_even=False) as keep:
+        keep.warm(PROMPT)
+    if stored == "only the end":
+        with closing(sqlite3.connect(root / "index.sqlite3")) as connection, connection:
+            connection.execute("DELETE FROM window WHERE start = 0")
+    llm = load(window)
+    with attach(llm, root, break_even=False) as keep:
+        first_logits(llm, [*PROMPT, 9])
+        assert keep.last is not None
+        assert keep.last.length == len(PROMPT)
+        state = llm.save_state()
+    other = load(window)
+    other.load_state(state)
+    assert other.n_tokens == (len(PROMPT) + 1 if stored == "all" else 0)
+    prompt = [*PROMPT[:100], *OTHER[:20]]
+    assert np.allclose(first_logits(other, prompt), first_logits(load(window), prompt), atol=1e-2)
+
+
+def test_a_stream_that_is_left_without_its_context_ends(window: str, root: Path) -> None:
+    first = load(window)
+    with attach(first, root, break_even=False) as keep:
+        keep.warm(PROMPT)
+    llm = load(window)
+    keep = attach(llm, root, break_even=False)
+    stream = llm.generate(PROMPT, temp=0.0)
+    next(stream)
+    keep.close()
+    assert list(stream) == []
+    assert llm.n_tokens == 0
+
+
+def test_a_state_is_copied_for_nobody(dense: str, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Llama` hands its state to the cache behind each answer, which has its own copy by then."""
+    copies = []
+    original = Llama.save_state
+    monkeypatch.setattr(Llama, "save_state", lambda llm: copies.append(1) or original(llm))
+    seen = []
+
+    class Looking(LlamaDiskCache):
+        def __setitem__(self, key: Any, value: LlamaState) -> None:
+            if len(key) > len(PROMPT) + 10:
+                seen.append((value.n_tokens, value.llama_state_size, len(value.llama_state), value.scores.shape[1]))
+            super().__setitem__(key, value)
+
+    llm, cache = load(dense), Looking(root)
+    llm.set_cache(cache)
+    complete(llm, PROMPT)
+    assert copies == []
+    complete(llm, [*PROMPT, *OTHER[:20]])
+    assert copies == [1], "somebody has looked"
+    assert seen[0][1] == seen[0][2] > 0
+    llm.save_state()
+    assert copies == [1, 1], "by hand it is what it was"
+    cache.close()
 
 
 def test_a_closed_cache_does_not_open_its_folder_again(dense: str, root: Path) -> None:

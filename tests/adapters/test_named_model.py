@@ -155,6 +155,11 @@ def test_settings_as_people_write_them() -> None:
         ("model_path=x", "no setting 'model_path'"),
         ("type_k=f17", "'f17' is no type"),
         ("=5", "no setting ''"),
+        # ggml's own types, and none at all: each ends the process.
+        ("type_k=count", "'count' is no type"),
+        ("type_k=999", "'999' is no type"),
+        ("type_k=i8", "'i8' is no type"),
+        ("type_v=f64", "'f64' is no type"),
     ],
 )
 def test_settings_that_llama_does_not_take(given: str, why: str) -> None:

@@ -4,8 +4,10 @@ Where a line has one outcome, both must have it. Where it has two, the differenc
 llama-cpp-python 0.3.36 has no trie cache; a fork has one, and its column holds what is documented of it.
 """
 
+import copy
 import inspect
 import logging
+import pickle  # noqa: TID251 - to be pickled is what is tested
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,8 @@ def states(dense: str) -> dict[tuple[int, ...], LlamaState]:
         llm.reset()
         llm.eval(list(tokens))
         found[tokens] = llm.save_state()
+        # Without logits_all they are what that memory held before.
+        found[tokens].scores[:] = 0
     llm.close()
     return found
 
@@ -425,6 +429,19 @@ def test_a_key_that_is_no_tokens(make: Any, key: Any, states: dict[tuple[int, ..
         cache[key]
     with pytest.raises(ValueError, match="whole numbers of 32 bits"):
         cache[key] = states[A]
+
+
+@pytest.mark.parametrize("make", [LlamaRAMCache, LlamaTrieCache])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])  # noqa: S301
+def test_a_copy_has_the_same_and_goes_its_own_way(make: Any, copied: Any, states: dict[tuple[int, ...], LlamaState]) -> None:
+    cache = make(room_for_two(states))
+    Calls(cache, states).put(A, OTHER)
+    other = copied(cache)
+    assert (other.capacity_bytes, other.cache_size) == (cache.capacity_bytes, cache.cache_size)
+    Calls(other, states).put(B)
+    assert [Calls(other, states).get(key)[40:] for key in (OTHER, B)] == [OTHER[40:], B[40:]]
+    assert Calls(cache, states).get(A) == A
+    assert B[40:] not in [Calls(cache, states).get(key)[40:] for key in (A, OTHER)]
 
 
 def test_scores_that_nobody_has_filled_are_no_trouble(states: dict[tuple[int, ...], LlamaState]) -> None:

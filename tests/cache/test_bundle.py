@@ -728,3 +728,23 @@ def test_pinning_needs_room_for_the_rest(
         take(tmp_path / "bundle", repository, pin=True)
     assert everything(repository) == ([], set())
     assert take(tmp_path / "bundle", repository).new == 6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 40, 69, 70, 71, 94])
+def test_it_says_how_much_of_a_prefix_can_be_had_from_it(
+    kind: str, length: int, source: Repository, repository: Repository, tmp_path: Path
+) -> None:
+    """Blocks alone are of no use to a model that has recurrent tensors."""
+    made, file, prefix = KINDS[kind], tmp_path / "bundle", CHAT[:length]
+    cache = keep(source, CHAT, made=made)
+    there = cache.match(prefix, form=form_of(made)).length
+    try:
+        done = export_to(cache, file, prefix)
+    except UsageError:
+        # Nothing is stored of it.
+        assert there == 0
+        return
+    assert done.reached == (there,)
+    take(file, repository)
+    assert cache_in(repository, made).match(prefix, form=form_of(made)).length == there

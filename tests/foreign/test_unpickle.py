@@ -203,6 +203,13 @@ def test_bombs_stay_small(name: str) -> None:
     assert found is None or isinstance(found, (tuple, dict, int))
 
 
+@pytest.mark.parametrize("number", [-1, (1 << 61) - 1, 1 << 31])
+def test_no_number_is_remembered_that_no_pickler_writes(number: int) -> None:
+    """All multiples of 2^61 - 1 hash to the same: some thousands of them keep a dictionary busy for minutes."""
+    with pytest.raises(UnknownLayout, match="no pickler does"):
+        read(b"Np%d\n." % number)
+
+
 def test_more_instructions_than_any_state_has(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvkeep.cache.foreign import instructions
 

@@ -148,7 +148,7 @@ def test_more_tokens_are_pinned_than_stored(kvkeep: Kvkeep, chats: Path, file: P
     kvkeep("rm", id_of(kvkeep, chats), "--force", "--path", chats)
     result = kvkeep("export", "--pinned", "--to", file, "--path", chats)
     assert result.exit_code == 0
-    assert "94 tokens, of which only the first 64 are stored" in result.output
+    assert "94 tokens, of which only the first 64 can be restored from it" in result.output
 
 
 def test_tokens_that_nobody_knows(kvkeep: Kvkeep, root: Path, file: Path) -> None:
