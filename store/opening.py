@@ -128,6 +128,7 @@ class _Opening:
         self._root = root
         self._schema = schema
         self._before_migration = before_migration
+        self._is_changing = False
         self._lock = lock
         self._wanted = capacity_bytes
         self._undo = undo
@@ -162,7 +163,7 @@ class _Opening:
         try:
             yield
         except BaseException:
-            if ending is Ending.CLEAN:
+            if ending is Ending.CLEAN and not self._is_changing:
                 # It may be a folder that isn't ours at all.
                 self._marker.clear()
             raise
@@ -264,6 +265,8 @@ class _Opening:
         if not index.is_current(self._schema):
             reached(Step.MIGRATE_LOCKED)
             self._before_migration(index)
+            # From here on it stays marked: an interrupt may come behind the commit, and a way back leaves blobs without rows.
+            self._is_changing = True
             index.migrate(self._schema)
 
     def _take_budget(self, index: Index) -> None:

@@ -1,5 +1,7 @@
 """`kvkeep export`: what is stored of some prefixes, in one file that another machine can import."""
 
+import os
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +69,7 @@ def export(ids: tuple[str, ...], to: str, pinned: bool, path: Path, model: str |
         raise UsageError("name the prefixes to export: ids (see kvkeep ls), or --pinned for all that are pinned")
     if model is not None and not pinned:
         raise UsageError("--model chooses among pinned prefixes; an id belongs to one model anyway")
-    file = _target(to, force)
+    file = _target(to, force, path)
     with opened(path) as repository:
         if repository is None:
             raise UsageError(nothing_there(path))
@@ -80,10 +82,14 @@ def export(ids: tuple[str, ...], to: str, pinned: bool, path: Path, model: str |
                 _show(make_console(), path, chosen, done, words)
 
 
-def _target(to: str, force: bool) -> Path:
+def _target(to: str, force: bool, path: Path) -> Path:
     """The file, looked at before anything is read."""
+    if not to:
+        raise UsageError("--to names a file; an empty text is none")
     file = Path(to).expanduser().absolute()
-    if file.is_file() and not force:
+    if file.resolve().is_relative_to(path.resolve()):
+        raise UsageError(f"{file} is in the cache folder, whose files belong to kvkeep: name a file elsewhere")
+    if os.path.lexists(file) and not force:
         raise UsageError(f"{file} exists; --force replaces it")
     return file
 
@@ -157,7 +163,8 @@ def _show(console: "Console", path: Path, chosen: Sequence[Chosen], done: "Expor
         console.print(f"  {' ' * len(name)}  {figures}", soft_wrap=True)
     what = plural(len(chosen), "prefix", "prefixes")
     console.print(
-        f"Exported {what} to {done.file}: {plural(done.entries, 'entry', 'entries')}, {size(done.n_bytes)}.", soft_wrap=True
+        f"Exported {what} to {clean(str(done.file))}: {plural(done.entries, 'entry', 'entries')}, {size(done.n_bytes)}.",
+        soft_wrap=True,
     )
     console.print("On the other machine:")
-    console.print(f"   kvkeep import {done.file.name}", soft_wrap=True)
+    console.print(f"   kvkeep import {shlex.quote(clean(done.file.name))}", soft_wrap=True)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kvkeep.store.repository import Repository
 
 _EXIT_CODES = """\b
-Exit codes, that of the first error:
+Exit codes, that of the first error, or of the one that ended it:
     0  everything is stored now, or was
     2  wrong usage, or a path that isn't there or can't be read
    3x  a bundle is damaged
@@ -66,6 +66,10 @@ def import_(
     """
     from kvkeep.cache.foreign.paths import contents
 
+    if not all(paths):
+        raise UsageError("PATH names a file or a folder; an empty text is none")
+    if settings and model is None:
+        raise UsageError("--set is about the model that --model names, and none is named")
     found = contents([Path(given).expanduser() for given in paths])
     if found.states and model is None:
         raise UsageError(f"{found.states[0].name} doesn't say whose state it is: --model FILE.gguf names the model")
@@ -218,6 +222,7 @@ class _Import:
         except KvkeepError as error:
             result.fail(error)
             if isinstance(error, (CapacityError, StoreError)) and not isinstance(error, TooLarge):
+                self._report.ended_by = error.exit_code
                 raise _Ended from error
             return None
 
@@ -238,13 +243,8 @@ class _Import:
         show(self._console, result, self._report.dry_run)
 
     def _look_back(self, taker: "Taker | None", repository: "Repository") -> None:
-        from kvkeep.cache.budget import largest
-
-        if self._report.dry_run and self._needed > (room := largest(repository.blobs)):
-            self._report.warning = (
-                f"All together may take {size(self._needed)}, and the budget leaves {size(room)}: some of it would have to go "
-                "again. kvkeep budget --capacity gives more."
-            )
+        if self._report.dry_run:
+            self._foresee(repository)
         if taker is None:
             return
         for result, tokens, form in self._stored:
@@ -253,6 +253,22 @@ class _Import:
             self._report.warning = (
                 f"{plural(gone, 'imported state')} had to go again, in whole or in part, for those that came after: the budget "
                 "can't hold all. kvkeep budget --capacity gives more."
+            )
+
+    def _foresee(self, repository: "Repository") -> None:
+        """What will be in the way of all together; of each alone is said with it."""
+        from kvkeep.cache.budget import largest
+        from kvkeep.store.space import Disk
+
+        folder = next(folder for folder in (self._report.path, *self._report.path.parents) if folder.is_dir())
+        if self._needed > (free := max(0, Disk.of(folder).room(None))):
+            self._report.warning = (
+                f"All together may take {size(self._needed)}, and the disk has {size(free)} besides what is left to others."
+            )
+        elif self._needed > (room := largest(repository.blobs)):
+            self._report.warning = (
+                f"All together may take {size(self._needed)}, and the budget leaves {size(room)}: some of it would have to go "
+                "again. kvkeep budget --capacity gives more."
             )
 
 

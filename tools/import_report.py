@@ -51,6 +51,7 @@ class Report:
         results: one for each state and bundle.
         others: files in folders that are nothing of the kind.
         not_tried: how many were left when an error ended it.
+        ended_by: the exit code of that error.
         warning: a sentence about the budget; may be empty.
     """
 
@@ -59,6 +60,7 @@ class Report:
     results: list[Result] = field(default_factory=list)
     others: int = 0
     not_tried: int = 0
+    ended_by: int = 0
     warning: str = ""
 
     @property
@@ -67,7 +69,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        return next((result.exit_code for result in self.results if result.error is not None), 0)
+        return self.ended_by or next((result.exit_code for result in self.results if result.error is not None), 0)
 
 
 def show(console: Console, result: Result, dry_run: bool) -> None:

@@ -155,7 +155,8 @@ class Attachment:
             What of it was there already.
 
         Raises:
-            UsageError: it has no tokens, or more than the context; or the cache isn't usable.
+            UsageError: it has no tokens, or more than the context; or the cache isn't usable; or nothing is stored now, because
+                this is inside of a `no_store` block.
             KvkeepError: it wasn't stored.
         """
         tokens = self._tokens_of(prompt)
@@ -163,6 +164,7 @@ class Attachment:
         if not 0 < len(tokens) <= llm.n_ctx():
             raise UsageError(f"the prompt has {len(tokens)} tokens, the context has room for {llm.n_ctx()}")
         self._session.usable_cache()
+        self._session.begin_anew_unless_keepable(llm)
         match = self._session.settle(llm, tokens)
         progress(match.length)
         for start in range(llm.n_tokens, len(tokens), llm.n_batch):

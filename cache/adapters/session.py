@@ -348,6 +348,18 @@ class Session:
         """Whether the model is still open, and this is the process that opened it."""
         return self._pid == os.getpid() and llm._ctx.ctx is not None
 
+    def begin_anew_unless_keepable(self, llm: Any) -> None:
+        """Empty the context if what follows could never be stored because of what it holds.
+
+        Raises:
+            UsageError: nothing that is decoded now is ever stored.
+        """
+        with self._lock:
+            if not len(self._live.keepable(llm)):
+                self._live.empty(llm)
+            if self._live.is_private:
+                raise UsageError("nothing is stored inside of a no_store block")
+
     def lacks_positions(self, llm: Any) -> bool:
         """Whether stock code would go wrong with what the context holds."""
         with self._lock:

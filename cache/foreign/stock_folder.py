@@ -183,8 +183,10 @@ def _read_only(stack: ExitStack, path: Path, beside: list[Path]) -> sqlite3.Conn
 
 
 def _connected(stack: ExitStack, path: Path, how: str) -> sqlite3.Connection:
-    url = f"file:{quote(str(path.absolute()))}?{how}"
+    url = f"file:{quote(os.fsencode(path.absolute()))}?{how}"
     connection = stack.enter_context(closing(sqlite3.connect(url, uri=True, timeout=_PATIENCE, isolation_level=None)))
+    # A name that is no UTF-8 should cost its own row, not all of them.
+    connection.text_factory = lambda text: text.decode(errors="surrogateescape")
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_CELL)
     connection.execute("PRAGMA trusted_schema = OFF")
     # A view, a virtual table or a computed column of this name could be any amount of work.

@@ -82,7 +82,10 @@ class Taker:
             TooLarge: the budget can't hold it.
             UsageError, StoreError: it can't be read.
         """
-        item = fitted(found.read(self.room), self._judge.identity.memory)
+        try:
+            item = fitted(found.read(self.room), self._judge.identity.memory)
+        except MemoryError as error:
+            raise TooLarge("it doesn't fit into this machine's memory") from error
         self._judge.check(item.tokens, item.data, item.form)
         match = self._cache.match(item.tokens, form=item.form)
         checked = Checked(item, match.length, self._needed(item, match.length))

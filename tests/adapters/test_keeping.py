@@ -309,3 +309,27 @@ def test_an_idle_assistant_lets_go_of_what_another_process_has_compacted(
 def open_files() -> str:
     """Every file that this process has open or mapped."""
     return Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("before", ["private", "loaded"])
+def test_a_warm_prompt_is_kept_whatever_the_context_holds(before: str, dense: str, root: Path) -> None:
+    """What can never be stored, below, would keep all behind it from being stored as well."""
+    prompt = random_tokens(300)
+    llm = load(dense)
+    llm.eval(prompt[:100])
+    state = llm.save_state()
+    llm.reset()
+    with attach(llm, root, break_even=False) as keep:
+        if before == "private":
+            with keep.no_store():
+                llm.eval(prompt[:100])
+        else:
+            llm.load_state(state)
+        keep.warm(prompt)
+        with keep.no_store(), pytest.raises(UsageError, match="no_store"):
+            keep.warm(random_tokens(50, seed=8))
+    llm = load(dense)
+    with attach(llm, root, break_even=False) as keep:
+        first_logits(llm, [*prompt, 5])
+        assert keep.last is not None
+        assert keep.last.length == len(prompt)

@@ -15,9 +15,11 @@ from alembic.migration import MigrationContext
 
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.migrations.upgrade import revisions
+from kvkeep.store import steps
+from kvkeep.store.check import check
 from kvkeep.store.engine import Index
 from kvkeep.store.errors import DiskFull
-from kvkeep.store.opening import index_of
+from kvkeep.store.opening import index_of, migrate_root
 from kvkeep.store.releases import release_number
 from kvkeep.store.schema import REVISION, metadata
 from kvkeep.store.steps import Step
@@ -192,3 +194,20 @@ def test_killed_on_the_way_back_either_schema_is_whole(golden: Golden, moment: s
     else:
         assert (revision_of(golden.index), schema(golden.index)) == (REVISION, before)
         use(golden)
+
+
+@pytest.mark.parametrize("revision", [REVISION])
+@pytest.mark.parametrize("moment", [Step.MIGRATE_CHANGED, Step.MIGRATE_COMMITTED])
+def test_ctrl_c_leaves_no_blob_that_nobody_sweeps(golden: Golden, moment: Step, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way back takes rows away. Whoever opens next must look at what they named, also if the command ended by an interrupt."""
+
+    def interrupt(step: Step) -> None:
+        if step is moment:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "on_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            migrate_root(golden.root, OLDER[0])
+    with opened(golden.root) as repository:
+        assert [finding.message for finding in check(repository)] == []

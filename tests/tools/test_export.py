@@ -195,3 +195,29 @@ def test_in_a_process_of_its_own(kvkeep: Kvkeep, process: Callable[..., Any], fi
     done = process("export", name, "--to", file.name, "--path", filled, cwd=file.parent)
     assert (done.returncode, done.stderr) == (0, "")
     assert len(prefixes_of(file)) == 1
+
+
+@pytest.mark.parametrize("name", ["index.sqlite3", "blobs-1/data.mdb", "lock", "new.kvkeep"])
+def test_nothing_is_written_over_the_cache_itself(kvkeep: Kvkeep, chats: Path, name: str) -> None:
+    result = kvkeep("export", id_of(kvkeep, chats), "--to", chats / name, "--force", "--path", chats)
+    assert result.exit_code == 2
+    assert "is in the cache folder" in result.output
+
+
+def test_a_link_that_leads_nowhere_is_there_all_the_same(kvkeep: Kvkeep, chats: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "nowhere")
+    result = kvkeep("export", id_of(kvkeep, chats), "--to", link, "--path", chats)
+    assert (result.exit_code, "--force replaces it" in result.output) == (2, True)
+    assert link.is_symlink()
+
+
+def test_a_name_moves_no_cursor_and_can_be_pasted(kvkeep: Kvkeep, chats: Path, tmp_path: Path) -> None:
+    result = kvkeep("export", id_of(kvkeep, chats), "--to", tmp_path / "a\x1b[31m b", "--path", chats)
+    assert result.exit_code == 0
+    assert "\x1b" not in result.output
+    assert "kvkeep import 'a" in result.output
+
+
+def test_no_name(kvkeep: Kvkeep, chats: Path) -> None:
+    assert kvkeep("export", id_of(kvkeep, chats), "--to", "", "--path", chats).exit_code == 2

@@ -2,9 +2,11 @@ import json
 import os
 import pickle  # noqa: TID251 - written here, never read
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from foreign import put_in_stock_folder, saved_by_llama_cpp, small_state, stock_
 from llamas import random_tokens
 from restart import SUPPORT, in_new_process
 
+from kvkeep.cache.foreign import llama_files
 from kvkeep.cache.foreign.taking import Taker
-from kvkeep.store.errors import DiskFull
+from kvkeep.store.errors import DiskFull, TooLarge
 from kvkeep.store.registry import close_root, open_root
+from kvkeep.store.space import Disk
 
 from .conftest import Kvkeep, held_by, listed, opened
 
@@ -354,3 +358,73 @@ def test_ctrl_c_leaves_a_sound_store(dense: str, slots: Path, root: Path, kvkeep
     assert kvkeep("verify", "--path", root).exit_code == 0
     assert kvkeep("import", slots, "--model", dense, "--path", root).exit_code == 0
     assert decoded(dense, root, TOKENS) == len(MORE)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"), [(("",), "an empty text is none"), (("folder", "--set", "n_ctx=9"), "--set is about the model")]
+)
+def test_arguments_that_would_be_taken_for_something_else(
+    arguments: tuple[str, ...], why: str, kvkeep: Kvkeep, root: Path
+) -> None:
+    """An unset variable of a shell would import the present folder; a setting without its model would be ignored."""
+    result = kvkeep("import", *arguments, "--path", root)
+    assert result.exit_code == 2
+    assert why in result.output
+
+
+def test_names_that_are_no_text(process: Callable[..., Any], dense: str, root: Path, tmp_path: Path) -> None:
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff\xfe"))
+    stock_folder(tmp_path / "stock", dense, [["hello there, " * 5]])
+    os.rename(tmp_path / "stock", folder)
+    done = process("import", folder, "--model", dense, "--path", root)
+    assert done.returncode == 0, done.stderr
+    assert "Imported: 1" in done.stdout
+
+
+def test_one_name_that_is_no_text_costs_its_own_row_only(kvkeep: Kvkeep, dense: str, stock: Path, root: Path) -> None:
+    put_in_stock_folder(stock, (1, 2, 3), small_state())
+    with closing(sqlite3.connect(stock / "cache.db")) as connection, connection:
+        last = "rowid = (SELECT max(rowid) FROM Cache)"
+        connection.execute(f"UPDATE Cache SET value = NULL, filename = CAST(x'fffe' AS TEXT) WHERE {last}")
+    found = answer(kvkeep("import", stock, "--model", dense, "--path", root, "--json"), 2)
+    assert found["totals"]["refused"] == 1
+    assert found["totals"]["imported"] + found["totals"]["already_stored"] == 3
+
+
+def test_what_does_not_fit_into_memory_is_refused_alone(
+    kvkeep: Kvkeep, dense: str, slots: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, limit = llama_files._state, (slots / "prompt.cache").stat().st_size
+
+    def crowded(file: Any, kind: Any, n_bytes: int) -> Any:
+        if n_bytes > limit:
+            raise MemoryError
+        return read(file, kind, n_bytes)
+
+    monkeypatch.setattr(llama_files, "_state", crowded)
+    found = answer(kvkeep("import", slots, "--model", dense, "--path", root, "--json"), TooLarge.exit_code)
+    assert found["totals"]["refused"] == 1
+    assert found["totals"]["imported"] == 1
+
+
+def test_what_ended_it_gives_the_exit_code(
+    kvkeep: Kvkeep, dense: str, hybrid: str, slots: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though something else was refused before."""
+    saved_by_llama_cpp(slots / "a-large-one.bin", "sequence", hybrid, TOKENS * 2)
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise DiskFull("no room")
+
+    monkeypatch.setattr(Taker, "store", full)
+    found = answer(kvkeep("import", slots, "--model", dense, "--path", root, "--json"), DiskFull.exit_code)
+    assert [item["exit_code"] == DiskFull.exit_code for item in found["items"]].count(True) == 1
+    assert any(item["exit_code"] in (41, 42) for item in found["items"]) or found["totals"]["not_tried"] == 2
+
+
+def test_a_dry_run_looks_at_the_disk(
+    kvkeep: Kvkeep, dense: str, slots: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Disk, "of", classmethod(lambda cls, path: Disk(10**12, 1000)))
+    found = answer(kvkeep("import", slots, "--model", dense, "--path", root, "--dry-run", "--json"))
+    assert "the disk has 0 bytes besides what is left to others" in found["warning"]
