@@ -114,7 +114,8 @@ def _stores(
 
 
 def _loaded(stack: ExitStack, file: Path, settings: tuple[str, ...]) -> Any:
-    from kvkeep.cache.adapters.loading import llama_settings, load_llama
+    from kvkeep.cache.adapters.loading import load_llama
+    from kvkeep.cache.adapters.settings import llama_settings
 
     llm = load_llama(str(file), **llama_settings(settings))
     stack.callback(llm.close)

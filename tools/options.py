@@ -65,7 +65,7 @@ set_option = click.option(
     help="An argument of llama_cpp.Llama as your program passes it, such as n_ctx=8192, flash_attn=true or type_k=q8_0. States "
     "are shared only under the same settings. May be given several times.",
 )
-"""`--set NAME=VALUE`. The command gets `settings: tuple[str, ...]`, for `kvkeep.cache.adapters.loading.llama_settings`."""
+"""`--set NAME=VALUE`. The command gets `settings: tuple[str, ...]`, for `kvkeep.cache.adapters.settings.llama_settings`."""
 
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 """`--dry-run`. The command gets `dry_run: bool`."""

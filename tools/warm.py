@@ -37,7 +37,8 @@ def warm(
         raise UsageError("--model names the model, a GGUF file")
     file = gguf_file("--model", model)
     text = _text(prompt_file)
-    from kvkeep.cache.adapters.loading import llama_settings, loaded_for
+    from kvkeep.cache.adapters.loading import loaded_for
+    from kvkeep.cache.adapters.settings import llama_settings
 
     with loaded_for(str(file), llama_settings(settings), lambda llm: _tokens(llm, text, chat)) as (llm, tokens):
         document = {"path": str(path), "model": str(file)} | _warm(llm, path, tokens, pin=not no_pin)

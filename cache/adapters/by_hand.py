@@ -61,8 +61,13 @@ class _Signature:
         )
 
     @property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(digest_fields(PURPOSE, sorted(self.fields.items())))
+
+    @property
     def identity(self) -> Identity:
-        fingerprint = Fingerprint(digest_fields(PURPOSE, sorted(self.fields.items())))
+        """Whose states such are. Only for fields that were made here: others may have any values."""
+        fingerprint = self.fingerprint
         label = f"{self.fields[_ARCH]}, stored by hand"
         return Identity(fingerprint, label, self.fields, Memory(MemoryKind(self.fields[_KIND])))
 
@@ -130,13 +135,9 @@ class StatesByHand:
     def _caches(self) -> list[PrefixCache]:
         with self._repository.rows() as connection:
             known = namespaces.ingredients(connection)
-        signatures = [_Signature(fields) for fields in known.values() if {_KIND, _ARCH, _N_VOCAB, _N_CTX} <= fields.keys()]
-        # Only what this version of llama.cpp wrote, and what really is such a signature.
-        return [
-            PrefixCache(self._repository, one.identity)
-            for one in signatures
-            if _versions().items() <= one.fields.items() and one.identity.fingerprint in known
-        ]
+        # Nobody else makes fields that hash to their own fingerprint so; of ours, only what this version of llama.cpp wrote.
+        signatures = [found for name, fields in known.items() if (found := _Signature(fields)).fingerprint == name]
+        return [PrefixCache(self._repository, one.identity) for one in signatures if _versions().items() <= one.fields.items()]
 
     @staticmethod
     def state(found: Found, key: Sequence[int], seed: int) -> LlamaState:

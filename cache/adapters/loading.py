@@ -1,18 +1,11 @@
 """llama-cpp-python for the `kvkeep` command, and what llama.cpp says about a model. Nothing of the cache is in here."""
 
-import inspect
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from ctypes import ArgumentError
 from typing import Any
 
-from kvkeep.cache.layout import ELEMENT_TYPES
 from kvkeep.store.errors import UsageError
-
-# Arguments of `Llama` that a text can't be, and what the command itself decides.
-_NO_TEXT = {"self", "model_path", "kwargs", "verbose", "chat_handler", "draft_model", "tokenizer", "lora_base", "vocab_only"}
-# Types of keys and values are numbers to `Llama`; people know their names.
-_TYPES = ("type_k", "type_v")
 
 
 def load_llama(path: str, **options: Any) -> Any:
@@ -28,7 +21,7 @@ def load_llama(path: str, **options: Any) -> Any:
     llama_cpp = llama_library()
     try:
         return llama_cpp.Llama(path, verbose=False, **options)
-    except (ValueError, RuntimeError, OSError, TypeError) as error:
+    except (ValueError, RuntimeError, OSError, TypeError, AttributeError, ArgumentError) as error:
         raise UsageError(f"the model {path} can't be loaded: {error}") from error
 
 
@@ -55,54 +48,6 @@ def loaded_for(
         yield llm, tokens
     finally:
         llm.close()
-
-
-def llama_settings(given: Sequence[str]) -> dict[str, Any]:
-    """Arguments for `Llama` as people write them: `n_ctx=8192`, `flash_attn=true`, `type_k=q8_0`.
-
-    Args:
-        given: texts of the form NAME=VALUE. A value is JSON where it can be, else a text.
-
-    Raises:
-        UsageError: one has no value, or `Llama` has no such argument.
-    """
-    parameters = inspect.signature(llama_library().Llama.__init__).parameters
-    known = [name for name in parameters if name not in _NO_TEXT]
-    settings: dict[str, Any] = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        name = name.strip()
-        if not equals:
-            raise UsageError(f"a setting is NAME=VALUE, such as n_ctx=8192; {text!r} has no =")
-        if name not in known:
-            raise UsageError(f"Llama takes no setting {name!r} from here; it takes {', '.join(sorted(known))}")
-        settings[name] = _ggml_type(value) if name in _TYPES else _value(value)
-    return settings
-
-
-def _value(text: str) -> Any:
-    """JSON, or Python's words for the same, or just the text."""
-    words = {"True": True, "False": False, "None": None, "on": True, "off": False}
-    text = text.strip()
-    if text in words:
-        return words[text]
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _ggml_type(text: str) -> int:
-    """The number of a type of keys or values, from its name or as it is. Any other one would end the process in ggml.
-
-    Raises:
-        UsageError: llama.cpp takes no such keys and values.
-    """
-    text = text.strip()
-    number = int(text) if text.isdecimal() else getattr(llama_library(), f"GGML_TYPE_{text.upper()}", None)
-    if number not in ELEMENT_TYPES:
-        raise UsageError(f"{text!r} is no type of keys and values: f32, f16, bf16, q8_0, q5_0, q5_1, q4_0, q4_1 and iq4_nl are")
-    return int(number)
 
 
 def llama_library() -> Any:

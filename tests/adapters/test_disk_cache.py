@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import json
 import logging
 import pickle  # noqa: TID251 - to be pickled is what is tested
 import sqlite3
@@ -429,6 +430,22 @@ def test_by_hand_what_a_state_shows_keeps_it_apart(
     assert longer not in cache, "after a restart nobody knows which of the two is meant"
     with pytest.raises(KeyError):
         cache[longer]
+    cache.close()
+
+
+def test_by_hand_fields_of_others_are_not_believed(dense: str, root: Path) -> None:
+    """A bundle brings any words that it likes."""
+    cache = LlamaDiskCache(root)
+    cache[PROMPT] = state_of(dense, PROMPT)
+    with closing(sqlite3.connect(root / "index.sqlite3")) as connection, connection:
+        (fields,) = connection.execute("SELECT ingredients FROM namespace").fetchone()
+        forged = json.dumps(json.loads(fields) | {"kind": "nonsense", "n_vocab": "x", "input_ids": ""})
+        connection.execute(
+            "INSERT INTO namespace (fingerprint, label, ingredients, block_tokens, created, used) "
+            "VALUES (zeroblob(32), 'x', ?, 64, 0, 0)",
+            (forged,),
+        )
+    assert cache[PROMPT].n_tokens == len(PROMPT)
     cache.close()
 
 

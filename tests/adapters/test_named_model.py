@@ -9,8 +9,8 @@ import pytest
 from llamas import Q8_0, first_logits, load, random_tokens, sequence_state, whole_state
 
 from kvkeep.cache import attach
-from kvkeep.cache.adapters.loading import llama_settings
 from kvkeep.cache.adapters.named_model import NamedModel
+from kvkeep.cache.adapters.settings import llama_settings
 from kvkeep.cache.state import Form
 from kvkeep.store.errors import LayoutError, UsageError
 from kvkeep.store.registry import close_root, open_root
@@ -128,6 +128,11 @@ def test_a_state_longer_than_the_context(dense: str, opaque: str, repository: Re
 
 def test_settings_as_people_write_them() -> None:
     given = [
+        "seed=4294967295",
+        'kv_overrides={"a": 1}',
+        "tensor_split=[1, 0.5]",
+        "n_threads=none",
+        "chat_format=chatml",
         "n_ctx=8192",
         "flash_attn=true",
         "type_k=q8_0",
@@ -137,6 +142,11 @@ def test_settings_as_people_write_them() -> None:
         "lora_path=a=b.gguf",
     ]
     assert llama_settings(given) == {
+        "seed": 2**32 - 1,
+        "kv_overrides": {"a": 1},
+        "tensor_split": [1, 0.5],
+        "n_threads": None,
+        "chat_format": "chatml",
         "n_ctx": 8192,
         "flash_attn": True,
         "type_k": 8,
@@ -155,6 +165,19 @@ def test_settings_as_people_write_them() -> None:
         ("model_path=x", "no setting 'model_path'"),
         ("type_k=f17", "'f17' is no type"),
         ("=5", "no setting ''"),
+        ("flash_attn=maybe", "flash_attn is true or false, not 'maybe'"),
+        ("swa_full=1", "swa_full is true or false"),
+        ("n_ctx=x", "n_ctx is a whole number, not 'x'"),
+        ("n_ctx=1.5", "n_ctx is a whole number"),
+        ("n_ctx=99999999999", "n_ctx can't be 99999999999"),
+        ("n_ctx=true", "n_ctx is a whole number"),
+        ("n_batch=0", "n_batch can't be 0"),
+        ("n_batch=-1", "n_batch can't be -1"),
+        ("rope_freq_base=big", "rope_freq_base is a number"),
+        ("kv_overrides=x", "kv_overrides is a JSON object"),
+        ('kv_overrides={"a": [1]}', "the values in kv_overrides"),
+        ('tensor_split=["a"]', "what is in tensor_split"),
+        ("numa=x", "numa is true or false or a whole number"),
         # ggml's own types, and none at all: each ends the process.
         ("type_k=count", "'count' is no type"),
         ("type_k=999", "'999' is no type"),

@@ -199,7 +199,7 @@ def test_killed_on_the_way_back_either_schema_is_whole(golden: Golden, moment: s
 @pytest.mark.parametrize("revision", [REVISION])
 @pytest.mark.parametrize("moment", [Step.MIGRATE_CHANGED, Step.MIGRATE_COMMITTED])
 def test_ctrl_c_leaves_no_blob_that_nobody_sweeps(golden: Golden, moment: Step, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A way back takes rows away. Whoever opens next must look at what they named, also if the command ended by an interrupt."""
+    """A way back takes rows away. Whoever opens next must look at what they named, also behind an interrupt."""
 
     def interrupt(step: Step) -> None:
         if step is moment:
