@@ -87,3 +87,26 @@ def key_of(row: Entry | NewRow) -> PrefixHash:
 
 def _position(entry: Entry) -> int:
     return entry.pos if isinstance(entry, Checkpoint) else entry.start
+
+
+def branch(entries: Collection[Entry], anchor: PrefixHash, path: bytes) -> list[Entry]:
+    """What holds the last token of a path, and everything that stands on that; what stands on others comes first.
+
+    Args:
+        entries: all of a namespace.
+        anchor: prefix hash at the block border at or below that token.
+        path: the tokens from the anchor through that token.
+    """
+    gone: set[PrefixHash] = set()
+    found: list[Entry] = []
+    for node in sorted((entry for entry in entries if isinstance(entry, Node)), key=lambda node: node.start):
+        if node.parent in gone or _is_on(node, anchor, path):
+            gone.add(node.key)
+            found.append(node)
+    # A block's key is the anchor of what follows it.
+    parts = [entry for entry in entries if not isinstance(entry, Node)]
+    return [*(part for part in parts if part.anchor in gone or _is_on(part, anchor, path)), *reversed(found)]
+
+
+def _is_on(entry: Entry, anchor: PrefixHash, path: bytes) -> bool:
+    return entry.anchor == anchor and entry.path.startswith(path)

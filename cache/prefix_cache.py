@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvkeep.cache import budget, pinned, restore_point, upkeep
 from kvkeep.cache.batches import Saved
-from kvkeep.cache.eviction import key_of
+from kvkeep.cache.eviction import branch, key_of
 from kvkeep.cache.layout import Bytes
 from kvkeep.cache.match import Match, Reason, Source
 from kvkeep.cache.memory import Memory
@@ -253,6 +253,18 @@ class PrefixCache:
         with self.repository.writing() as writing:
             writing.remove(entries)
         return len(entries)
+
+    def forget(self, tokens: Tokens) -> int:
+        """Remove what holds the last one of these tokens behind the others, and all that stands on it. Returns how many."""
+        data = token_bytes(tokens)
+        with self.repository.writing() as writing:
+            space = self._space(writing)
+            prompt = self._prompt(data, space.block_tokens)
+            slot = (prompt.n_tokens - 1) // space.block_tokens
+            with writing.index.read() as connection:
+                found = branch(rows.of(connection, space.id), prompt.borders[slot], prompt.rest(slot))
+            writing.remove(found)
+        return len(found)
 
     def pin(self, tokens: Tokens) -> bool:
         """Keep what is stored of a prefix, now and later; see `kvkeep.cache.pinned.pin`. False if it is pinned already."""

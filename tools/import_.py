@@ -201,8 +201,10 @@ class _Import:
                 with Bundle.open(path) as bundle:
                     _compare(bundle.fingerprint, clean(bundle.label), model)
                     bundle.verify(report)
-                    result.tokens, result.is_new = sum(len(tokens) // _TOKEN for tokens in bundle.prefixes), True
+                    result.tokens = sum(len(tokens) // _TOKEN for tokens in bundle.prefixes)
                     if self._report.dry_run:
+                        needed = bundle.missing_bytes(repository)
+                        result.is_new, self._needed = needed > 0, self._needed + needed
                         return
                     taken = self._written(result, lambda: bundle.take(repository, pin=self._pin, progress=report))
             except KvkeepError as error:

@@ -16,7 +16,12 @@ from kvkeep.tools.words import size
 
 @click.command()
 @gguf_option
-@click.option("--prompt-file", metavar="FILE", required=True, help="The prompt, a text in UTF-8; - reads it from stdin.")
+@click.option(
+    "--prompt-file",
+    metavar="FILE",
+    required=True,
+    help="The prompt, a text in UTF-8, without the end of its last line; - reads it from stdin.",
+)
 @click.option(
     "--chat", is_flag=True, help="The file is a system message: the model's chat format is put around it, as chats have it."
 )
@@ -67,6 +72,8 @@ def _text(name: str) -> str:
         raise UsageError(f"--prompt-file names a text file; {name} can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompt-file names a text in UTF-8; {name} is none: byte {error.start} doesn't fit") from error
+    # Editors put it there; with it the prompt would be another one.
+    text = text.removesuffix("\n").removesuffix("\r")
     if not text:
         raise UsageError(f"{name} is empty: there is nothing to be kept")
     return text

@@ -4,7 +4,7 @@ from typing import Any, NoReturn
 
 from kvkeep.store.errors import UsageError
 
-# No two of them begin with the same token in any vocabulary.
+# No two of them begin with the same token in any usual vocabulary.
 _FIRST_WORDS = ("a", "7", "Z", "\u00e9")
 
 
@@ -39,7 +39,8 @@ def chat_beginning(llm: Any, system: str) -> list[int]:
 
 
 def _prompt(llm: Any, system: str, words: str) -> list[int]:
-    def caught(*_: Any, prompt: Any = None, **__: Any) -> NoReturn:
+    def caught(*given: Any, **named: Any) -> NoReturn:
+        prompt = given[0] if given else named["prompt"]
         tokens = llm.tokenize(prompt.encode(), special=True) if isinstance(prompt, str) else prompt
         raise _Prompt([int(token) for token in tokens])
 

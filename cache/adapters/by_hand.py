@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import llama_cpp
 import numpy as np
+import numpy.typing as npt
 from llama_cpp import LlamaState
 
 from kvkeep.cache.layout import Bytes, pack_all
@@ -85,6 +86,26 @@ def _parsed(data: Bytes) -> tuple[MemoryKind, State]:
     raise UnknownLayout("a state of this kind can be kept only if the model is known")
 
 
+def _first_difference(cache: PrefixCache, tokens: npt.NDArray[np.int32], data: Bytes) -> int | None:
+    """The first position at which a state isn't what is stored of the same tokens; None if it is, or nothing is stored."""
+    match = cache.match(tokens, form=Form.WHOLE)
+    if match.length == 0:
+        return None
+    restored = cache.restore(match, tokens, form=Form.WHOLE, arch=cache.identity.ingredients[_ARCH])
+    if restored.length == 0:
+        return None
+    memory, length = cache.identity.memory, restored.length
+    stored, given = parse(restored.state, Form.WHOLE, memory), parse(data, Form.WHOLE, memory)
+    differing = [length]
+    for ours, theirs in zip(stored.caches, given.caches, strict=True):
+        order = np.argsort(theirs.positions, kind="stable")[:length]
+        for mine, yours in zip(ours.arrays, theirs.arrays, strict=True):
+            differing += np.flatnonzero((mine != yours[:, order, :]).any(axis=(0, 2)))[:1].tolist()
+    if stored.recurrent is not None and given.recurrent is not None and stored.recurrent.pos == given.recurrent.pos:
+        differing += [] if np.array_equal(stored.recurrent.data, given.recurrent.data) else [length - 1]
+    return min(differing) if min(differing) < length else None
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """Where the longest beginning of a key is stored."""
@@ -115,10 +136,14 @@ class StatesByHand:
         """
         ids = np.asarray(value.input_ids)
         if not 0 < value.n_tokens <= ids.size:
-            raise UsageError(f"a state of {value.n_tokens} tokens names {ids.size}")
+            raise UsageError(f"a LlamaState of {value.n_tokens} tokens must name that many in input_ids, and names {ids.size}")
         data = np.frombuffer(value.llama_state, np.uint8)[: value.llama_state_size]
         identity = _Signature.of(value, data).identity
-        PrefixCache(self._repository, identity).save(ids[: value.n_tokens], data, Form.WHOLE)
+        cache, tokens = PrefixCache(self._repository, identity), ids[: value.n_tokens]
+        if (differing := _first_difference(cache, tokens, data)) is not None:
+            # Of a model that looks alike. Mixed with its blocks this would be a state that no model ever had.
+            cache.forget(tokens[: differing + 1])
+        cache.save(tokens, data, Form.WHOLE)
         self._last = identity.fingerprint
 
     def find(self, key: Sequence[int]) -> Found | None:

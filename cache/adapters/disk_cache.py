@@ -43,9 +43,10 @@ class LlamaDiskCache(BaseLlamaCache):
 
     **States put in or taken out by hand** (`cache[tokens] = llm.save_state()`, `llm.load_state(cache[tokens])`) come without
     their model. They are kept apart by what a state says itself: architecture, layers, types and sizes, vocabulary, n_ctx, and
-    the version of llama-cpp-python. That can't tell a model from its fine-tune, nor see adapters, rope settings or images. Of
-    models with a sliding window only states with the whole window are kept (`swa_full`, the default). Where that isn't enough,
-    use `for_model`.
+    the version of llama-cpp-python. That can't tell a model from its fine-tune, nor see adapters, rope settings, `swa_full` or
+    images. Two models that look alike never mix in one state: where the same tokens have other keys, the last one who stores
+    them wins. Of models with a sliding window only states with the whole window are kept (`swa_full`, the default). Where that
+    isn't enough, use `for_model`.
 
     What is stored is found by its own tokens, `state.input_ids[:state.n_tokens]`; the key that it is stored under isn't looked
     at. Storing during a completion happens behind the caller's back: `flush` waits for it, and so does the end of the program.

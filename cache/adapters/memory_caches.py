@@ -34,7 +34,7 @@ class _Kept:
     def __init__(self, key: Tokens, value: LlamaState) -> None:
         ids = np.asarray(value.input_ids)
         if not 0 <= value.n_tokens <= ids.size:
-            raise UsageError(f"a state of {value.n_tokens} tokens names {ids.size}")
+            raise UsageError(f"a LlamaState of {value.n_tokens} tokens must name that many in input_ids, and names {ids.size}")
         self.key = key
         self._tokens = ids[: value.n_tokens].copy()
         self._ids_size = ids.size

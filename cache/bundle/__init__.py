@@ -127,6 +127,18 @@ class Bundle:
             progress(record.n_bytes)
         self._items = items
 
+    def missing_bytes(self, repository: Repository) -> int:
+        """What `take` would need in a store at most; 0 if everything is there. It is verified first, unless it was.
+
+        Raises:
+            BadBundle: see `verify`.
+            UsageError: this model is stored there in blocks of another length.
+        """
+        if self._items is None:
+            self.verify()
+        assert self._items is not None
+        return taking.missing_bytes(repository, self._file.head, self._items)
+
     def take(self, repository: Repository, *, pin: bool = False, progress: Progress = lambda n_bytes: None) -> Taken:
         """Store what of it isn't stored yet: all of it or nothing. What is there stays as it is.
 

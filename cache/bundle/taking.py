@@ -106,9 +106,9 @@ def take(
     # Written down before anybody is evicted for it.
     repository.flush_touched()
     with repository.writing() as writing:
-        with writing.index.read() as connection:
+        with writing.index.read() as connection, writing.blobs.read() as blobs:
             _check_block_tokens(namespaces.find(connection, head.fingerprint), head)
-        plan = _Look(writing, items).plan()
+            plan = _Look(connection, blobs, items).plan()
         protected = {key_of(row) for row, _ in items} | {key_of(entry) for entry in plan.used}
         if pin:
             _check_pins(writing, items)
@@ -135,6 +135,18 @@ def take(
     return Taken(saved.written, len(plan.there), saved.written_bytes, n_tokens, evicted + saved.evicted, len(new_pins))
 
 
+def missing_bytes(repository: Repository, head: Head, items: Sequence[Item]) -> int:
+    """What storing a bundle's entries would take at most; 0 if all of it is there. Changes nothing.
+
+    Raises:
+        UsageError: this model is stored there in blocks of another length.
+    """
+    with repository.snapshot() as snapshot:
+        _check_block_tokens(namespaces.find(snapshot.connection, head.fingerprint), head)
+        plan = _Look(snapshot.connection, snapshot.blobs, items).plan()
+    return sum(budget.footprint(row.stored_bytes) for row, _ in (*plan.new, *plan.mending))
+
+
 def _check_block_tokens(space: Namespace | None, head: Head) -> None:
     if space is not None and space.block_tokens != head.block_tokens:
         raise UsageError(
@@ -155,58 +167,57 @@ def _unpinned(writing: Writing, space: Namespace, prompts: Sequence[Prompt]) -> 
 class _Look:
     """What of a bundle a store has already."""
 
-    def __init__(self, writing: Writing, items: Sequence[Item]) -> None:
-        self._writing = writing
+    def __init__(self, connection: Connection, blobs: BlobReader, items: Sequence[Item]) -> None:
+        self._connection = connection
+        self._blobs = blobs
         self._items = items
         self._plan = _Plan()
         self._needed: set[PrefixHash] = set()
 
     def plan(self) -> _Plan:
         """Compare everything. Children first: what a new one stands on is needed, though its tokens may be there otherwise."""
-        keys = [item.row.key for item in self._items if isinstance(item.row, NewNode)]
-        with self._writing.index.read() as connection, self._writing.blobs.read() as blobs:
-            known = nodes.by_keys(connection, keys)
-            for item in reversed(self._items):
-                match item.row:
-                    case NewNode():
-                        self._node(connection, blobs, item, item.row, known.get(item.row.key))
-                    case NewWindow():
-                        self._window(connection, blobs, item, item.row)
-                    case NewCheckpoint():
-                        self._checkpoint(connection, blobs, item, item.row)
+        known = nodes.by_keys(self._connection, [item.row.key for item in self._items if isinstance(item.row, NewNode)])
+        for item in reversed(self._items):
+            match item.row:
+                case NewNode():
+                    self._node(item, item.row, known.get(item.row.key))
+                case NewWindow():
+                    self._window(item, item.row)
+                case NewCheckpoint():
+                    self._checkpoint(item, item.row)
         plan = self._plan
         for group in (plan.new, plan.mending, plan.there):
             group.reverse()
         return plan
 
-    def _node(self, connection: Connection, blobs: BlobReader, item: Item, row: NewNode, known: Node | None) -> None:
+    def _node(self, item: Item, row: NewNode, known: Node | None) -> None:
         standing: Sequence[Entry] = ()
         if known is not None:
             standing = [known] if _agrees(known, row) else []
         elif row.key not in self._needed:
             # Pieces that others have cut otherwise, or the block that has replaced them.
             border = row.start - (len(row.path) // TOKEN_BYTES - row.n_tokens)
-            steps = radix.slot_steps(connection, row.anchor, row.path, border)
+            steps = radix.slot_steps(self._connection, row.anchor, row.path, border)
             standing = [node for node, _ in steps] if radix.covered(steps) * TOKEN_BYTES == len(row.path) else []
-        if not self._file(blobs, item, standing, is_in_the_way=known is not None):
+        if not self._file(item, standing, is_in_the_way=known is not None):
             self._needed.add(row.parent)
 
-    def _window(self, connection: Connection, blobs: BlobReader, item: Item, row: NewWindow) -> None:
+    def _window(self, item: Item, row: NewWindow) -> None:
         border = row.start - (len(row.path) // TOKEN_BYTES - row.n_tokens)
-        near = [other for other in windows.slots(connection, [row.anchor]) if is_filed(other, row.anchor, border)]
+        near = [other for other in windows.slots(self._connection, [row.anchor]) if is_filed(other, row.anchor, border)]
         covering = [other for other in near if other.path.startswith(row.path) and other.start <= row.start]
-        is_in_the_way = bool(windows.by_keys(connection, [row.key]))
-        self._file(blobs, item, covering[:1], is_in_the_way=is_in_the_way)
+        is_in_the_way = bool(windows.by_keys(self._connection, [row.key]))
+        self._file(item, covering[:1], is_in_the_way=is_in_the_way)
 
-    def _checkpoint(self, connection: Connection, blobs: BlobReader, item: Item, row: NewCheckpoint) -> None:
-        known = checkpoints.find(connection, row.kind, row.seq_id, row.pos, row.prefix)
+    def _checkpoint(self, item: Item, row: NewCheckpoint) -> None:
+        known = checkpoints.find(self._connection, row.kind, row.seq_id, row.pos, row.prefix)
         standing = [known] if known is not None and (known.anchor, known.path) == (row.anchor, row.path) else []
-        if not self._file(blobs, item, standing, is_in_the_way=known is not None) and known is not None:
+        if not self._file(item, standing, is_in_the_way=known is not None) and known is not None:
             self._plan.in_the_way[row.blob] = known
 
-    def _file(self, blobs: BlobReader, item: Item, standing: Sequence[Entry], *, is_in_the_way: bool) -> bool:
+    def _file(self, item: Item, standing: Sequence[Entry], *, is_in_the_way: bool) -> bool:
         """Note where an item goes. True if the store has it: sound, because a damaged one would be no better than none."""
-        if standing and all(is_sound(blobs.get(entry.blob), entry) for entry in standing):
+        if standing and all(is_sound(self._blobs.get(entry.blob), entry) for entry in standing):
             self._plan.there.append(item)
             self._plan.used += standing
             return True

@@ -433,6 +433,37 @@ def test_by_hand_what_a_state_shows_keeps_it_apart(
     cache.close()
 
 
+@pytest.mark.parametrize("kinds", [("dense", "other_dense"), ("hybrid", "hybrid")])
+def test_by_hand_what_was_put_in_last_comes_out_whole(
+    kinds: tuple[str, str], cache: LlamaDiskCache, request: pytest.FixtureRequest
+) -> None:
+    """A model and one that looks alike: whose blocks are stored can't be told, but they never mix."""
+    first, second = (request.getfixturevalue(kind) for kind in kinds)
+    options = {} if first != second else {"rope_freq_base": 5000.0}
+    longer = [*PROMPT, *OTHER]
+    for model, tokens, more in ((first, PROMPT, {}), (second, PROMPT, options), (first, PROMPT, {}), (second, longer, options)):
+        cache[tokens] = state_of(model, tokens, **more)
+        found = restored_logits(load(model, **more), cache[tokens])
+        assert np.allclose(found, cold_logits(model, tokens, **more), atol=1e-3 * np.abs(found).max())
+    branch = [*PROMPT[:100], *OTHER]
+    cache[branch] = state_of(second, branch, **options)
+    assert cache[longer].n_tokens == len(longer), "the same model's, up to where they part"
+    cache[branch] = state_of(first, branch)
+    assert longer not in cache or cache[longer].n_tokens < len(longer)
+
+
+def test_by_hand_a_growing_chat_writes_what_is_new(dense: str, cache: LlamaDiskCache) -> None:
+    llm = load(dense)
+    written = []
+    for length in (100, 150, 200):
+        llm.eval(PROMPT[llm.n_tokens : length])
+        before = cache.cache_size
+        cache[PROMPT[:length]] = llm.save_state()
+        written.append(cache.cache_size - before)
+    assert max(written[1:]) < written[0]
+    assert cache[PROMPT].n_tokens == 200
+
+
 def test_by_hand_fields_of_others_are_not_believed(dense: str, root: Path) -> None:
     """A bundle brings any words that it likes."""
     cache = LlamaDiskCache(root)

@@ -457,6 +457,6 @@ def test_a_state_that_contradicts_itself(states: dict[tuple[int, ...], LlamaStat
     state = states[A]
     bad = LlamaState(state.input_ids[:5], state.scores, 60, state.llama_state, state.llama_state_size, 0)
     cache = LlamaRAMCache()
-    with pytest.raises(ValueError, match="a state of 60 tokens names 5"):
+    with pytest.raises(ValueError, match="60 tokens must name that many in input_ids, and names 5"):
         cache[A] = bad
     assert cache.cache_size == 0

@@ -261,6 +261,13 @@ def test_a_bundle_needs_no_model(kvkeep: Kvkeep, dense: str, bundle: Path, root:
     assert not answer(kvkeep("import", bundle, "--path", root, "--json"))["items"][0]["is_new"]
 
 
+def test_a_dry_run_knows_what_is_stored_of_a_bundle(kvkeep: Kvkeep, bundle: Path, root: Path) -> None:
+    for new, stored in ((1, 0), (0, 1)):
+        totals = answer(kvkeep("import", bundle, "--path", root, "--dry-run", "--json"))["totals"]
+        assert (totals["imported"], totals["already_stored"]) == (new, stored)
+        answer(kvkeep("import", bundle, "--path", root, "--json"))
+
+
 def test_a_bundle_together_with_states(kvkeep: Kvkeep, dense: str, bundle: Path, slots: Path, root: Path) -> None:
     bundle.rename(slots / "bundle")
     found = answer(kvkeep("import", slots, "--model", dense, "--path", root, "--json"))

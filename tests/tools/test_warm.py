@@ -141,6 +141,17 @@ def test_every_chat_under_a_system_message_begins_so(kvkeep: Kvkeep, tmp_path: P
     llm.close()
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", ""])
+def test_the_end_of_the_last_line_is_no_part_of_it(end: str, kvkeep: Kvkeep, tmp_path: Path, root: Path, hybrid: str) -> None:
+    """Editors put it there, and the program's message has none: a hybrid could restore nothing then."""
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(TEXT.encode() + end.encode())
+    assert kvkeep("warm", "--model", hybrid, "--prompt-file", path, "--path", root).exit_code == 0
+    llm = load(hybrid)
+    with attach(llm, root, break_even=False):
+        assert decoded(llm, llm.tokenize(TEXT.encode(), special=True) + random_tokens(9)) == 9
+
+
 def test_a_beginning_is_found_without_decoding(smollm2: str) -> None:
     llm = load(smollm2)
     tokens = chat_beginning(llm, "Be short.")
