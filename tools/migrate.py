@@ -87,7 +87,7 @@ def migrate(path: Path, check: bool, to: str | None, backup: str | None, no_back
     index before, and can go back with --to, for an older kvkeep. All of it is done, or nothing. With --check it exits with
     0 if there is nothing to do, 21 if there is, and 22 if a newer kvkeep wrote the folder.
     """
-    place = _place(backup, no_backup, check)
+    place = _place(path, backup, no_backup, check)
     wanted = _known(to)
     if not holds_a_store(path):
         _nothing(path, wanted, as_json)
@@ -112,7 +112,7 @@ def migrate(path: Path, check: bool, to: str | None, backup: str | None, no_back
         click.get_current_context().exit(way.exit_code)
 
 
-def _place(backup: str | None, no_backup: bool, check: bool) -> Path | None:
+def _place(path: Path, backup: str | None, no_backup: bool, check: bool) -> Path | None:
     """Where somebody wants the backup."""
     if (backup is not None) + no_backup + check > 1:
         raise UsageError("--check, --backup and --no-backup exclude each other")
@@ -121,6 +121,10 @@ def _place(backup: str | None, no_backup: bool, check: bool) -> Path | None:
     place = Path(backup).expanduser().absolute()
     if not place.parent.is_dir():
         raise UsageError(f"--backup names a file in a folder that exists; {place.parent} is none")
+    if place.resolve().is_relative_to(path.resolve()):
+        raise UsageError(
+            f"{place} is in the cache folder, where kvkeep gives the names: without --backup it finds one by itself"
+        )
     if os.path.lexists(place):
         raise UsageError(f"{place} exists, and nothing is written over it: name another file")
     return place

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from kvkeep.tools.console import make_console
 from kvkeep.tools.options import gguf_file, gguf_option, json_option, path_option, print_json, set_option
 from kvkeep.tools.progress import count_progress
 from kvkeep.tools.words import size
+
+# Far above any context; keeps a device from being read for ever.
+_MAX_BYTES = 64 << 20
 
 
 @click.command()
@@ -66,12 +70,15 @@ def _say(document: dict[str, Any]) -> None:
 
 def _text(name: str) -> str:
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).expanduser().read_bytes()
+        with nullcontext(sys.stdin.buffer) if name == "-" else Path(name).expanduser().open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
         text = data.decode("utf-8")
     except OSError as error:
         raise UsageError(f"--prompt-file names a text file; {name} can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompt-file names a text in UTF-8; {name} is none: byte {error.start} doesn't fit") from error
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f"{name} has more than {_MAX_BYTES} bytes; that is no prompt")
     # Editors put it there; with it the prompt would be another one.
     text = text.removesuffix("\n").removesuffix("\r")
     if not text:

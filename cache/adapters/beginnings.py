@@ -1,11 +1,14 @@
 """How chats with a system message begin: the tokens that all of them share, whatever the person says."""
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from kvkeep.store.errors import UsageError
 
 # No two of them begin with the same token in any usual vocabulary.
 _FIRST_WORDS = ("a", "7", "Z", "\u00e9")
+# Nobody's.
+_OTHER_SYSTEM = "Count backwards from ninety in steps of seven."
 
 
 class _Prompt(Exception):
@@ -29,7 +32,13 @@ def chat_beginning(llm: Any, system: str) -> list[int]:
     Raises:
         UsageError: the chat format can't do that, as where it knows no system messages.
     """
-    prompts = [_prompt(llm, system, words) for words in _FIRST_WORDS]
+    found = _common([_prompt(llm, system, words) for words in _FIRST_WORDS])
+    if _common([_prompt(llm, _OTHER_SYSTEM, words) for words in _FIRST_WORDS]) == found:
+        raise UsageError("the model's chat format leaves system messages out")
+    return found
+
+
+def _common(prompts: Sequence[list[int]]) -> list[int]:
     length = 0
     for same in zip(*prompts, strict=False):
         if len(set(same)) > 1:

@@ -37,12 +37,17 @@ def loaded_for(
         prompt: makes the tokens with the model.
 
     Raises:
-        UsageError: as `load_llama`.
+        UsageError: as `load_llama`, or the prompt is longer than the model was trained with.
     """
     llm = load_llama(path, **settings)
     try:
         tokens = prompt(llm)
         if "n_ctx" not in settings and len(tokens) > llm.n_ctx():
+            if (trained := trained_context(llm)) and len(tokens) > trained:
+                raise UsageError(
+                    f"the prompt has {len(tokens)} tokens, and the model was trained with {trained}: if your program goes "
+                    "beyond that, name its n_ctx"
+                )
             llm.close()
             llm = load_llama(path, n_ctx=len(tokens), **settings)
         yield llm, tokens
@@ -67,10 +72,15 @@ def llama_library() -> Any:
 
 def usable_context(llm: Any) -> int:
     """Tokens that fit into the context and that the model was trained for."""
-    arch = llm.metadata.get("general.architecture", "")
-    trained = int(llm.metadata.get(f"{arch}.context_length", 0))
+    trained = trained_context(llm)
     size: int = llm.n_ctx()
     return min(size, trained) if trained else size
+
+
+def trained_context(llm: Any) -> int:
+    """Tokens that the model was trained with; 0 if it doesn't say."""
+    arch = llm.metadata.get("general.architecture", "")
+    return int(llm.metadata.get(f"{arch}.context_length", 0))
 
 
 def decoded_tokens(llm: Any) -> int:

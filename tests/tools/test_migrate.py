@@ -162,6 +162,14 @@ def test_a_backup_goes_where_it_is_asked_for(kvkeep: Kvkeep, old: Path, tmp_path
     assert not list(old.glob("*backup*"))
 
 
+@pytest.mark.parametrize("name", ["index.sqlite3-journal", "blobs-2", "index.sqlite3.new", "mine.sqlite3"])
+def test_a_backup_takes_no_name_of_the_cache(kvkeep: Kvkeep, old: Path, name: str) -> None:
+    result = kvkeep("migrate", "--backup", old / name, "--path", old)
+    assert result.exit_code == 2
+    assert "whose files belong to kvkeep" in result.output
+    assert schema_of(old) == OLD
+
+
 def test_without_a_backup(kvkeep: Kvkeep, old: Path) -> None:
     found = answer(kvkeep, old, "--no-backup")
     assert (found["migrated"], found["backup"], schema_of(old)) == (True, None, REVISION)

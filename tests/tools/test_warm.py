@@ -100,6 +100,8 @@ def test_a_prompt_that_is_none(kvkeep: Kvkeep, tmp_path: Path, dense: str, conte
     path = tmp_path / "prompt"
     if content == "folder":
         path.mkdir()
+    elif content == "device":
+        path = Path("/dev/zero")
     elif content is not None:
         path.write_bytes(content)
     result = kvkeep("warm", "--model", dense, "--prompt-file", path, "--path", tmp_path / "root")
@@ -159,6 +161,23 @@ def test_a_beginning_is_found_without_decoding(smollm2: str) -> None:
     assert n_decoded(llm) == 0
     assert "create_completion" not in llm.__dict__
     llm.close()
+
+
+def test_a_chat_format_without_system_messages_is_said(kvkeep: Kvkeep, prompt: Path, dense: str, root: Path) -> None:
+    arguments = ("--chat", "--set", "chat_format=gemma", "--prompt-file", prompt, "--path", root)
+    result = kvkeep("warm", "--model", dense, *arguments)
+    assert result.exit_code == 2
+    assert "leaves system messages out" in result.output
+    assert not root.exists()
+
+
+def test_a_prompt_longer_than_the_model_was_trained_with(kvkeep: Kvkeep, tmp_path: Path, dense: str, root: Path) -> None:
+    """Beyond that, states have another fingerprint, under which no usual program looks for them."""
+    path = tmp_path / "long"
+    path.write_text(TEXT * 100)
+    result = kvkeep("warm", "--model", dense, "--prompt-file", path, "--path", root)
+    assert result.exit_code == 2
+    assert "was trained with 8192" in result.output
 
 
 def test_a_chat_format_that_fails_is_said(dense: str) -> None:
