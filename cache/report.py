@@ -59,6 +59,8 @@ class Reporter:
         self.stats = Stats()
         self._lock = threading.Lock()
         self._logged: set[str] = set()
+        self.last_error: BaseException | None = None
+        """The newest one that was reported, for who asked for what then failed behind."""
 
     def request(self, match: Match, decode_seconds: float | None) -> None:
         """A prompt was settled. `decode_seconds` is what decoding the restored tokens would have taken."""
@@ -98,6 +100,7 @@ class Reporter:
         """Something failed while `what`. Logged once a kind, counted always."""
         with self._lock:
             self.stats.errors[type(error).__name__] += 1
+            self.last_error = error
         self.once(
             f"{what}:{type(error).__name__}", "%s failed, and generation goes on without it: %s", what, error, cause=error
         )

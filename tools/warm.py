@@ -10,6 +10,7 @@ import click
 
 from kvkeep.store.errors import UsageError
 from kvkeep.tools.console import make_console
+from kvkeep.tools.folder import opened
 from kvkeep.tools.options import gguf_file, gguf_option, json_option, path_option, print_json, set_option
 from kvkeep.tools.progress import count_progress
 from kvkeep.tools.words import size
@@ -98,7 +99,8 @@ def _warm(llm: Any, path: Path, tokens: Sequence[int], *, pin: bool) -> dict[str
     from kvkeep.cache.adapters.attach import attach
     from kvkeep.cache.adapters.identity import label_of
 
-    with attach(llm, path, break_even=False) as keep:
+    # First, because an error of opening ends this, while a program would go on without a cache.
+    with opened(path, create=True), attach(llm, path, break_even=False) as keep:
         with count_progress("Decoding", len(tokens)) as progress:
             match = keep.warm(tokens, progress)
         if pin:

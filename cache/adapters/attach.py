@@ -157,7 +157,7 @@ class Attachment:
         Raises:
             UsageError: it has no tokens, or more than the context; or the cache isn't usable; or nothing is stored now, because
                 this is inside of a `no_store` block.
-            KvkeepError: it wasn't stored.
+            KvkeepError: not all of it was stored; of the kind of what was in the way, such as a full disk.
         """
         tokens = self._tokens_of(prompt)
         llm = self._model()
@@ -171,10 +171,13 @@ class Attachment:
             piece = tokens[start : start + llm.n_batch]
             self._decode(llm, piece)
             progress(len(piece))
+        self._session.reporter.last_error = None
         self.flush()
         stored = self._session.usable_cache().match(tokens).length
         if stored < len(tokens):
-            raise KvkeepError(f"of {len(tokens)} tokens only {stored} are stored; the log says why")
+            cause = self._session.reporter.last_error
+            kind = type(cause) if isinstance(cause, KvkeepError) else KvkeepError
+            raise kind(f"of {len(tokens)} tokens only {stored} are stored: {cause or 'the log says why'}") from cause
         return match
 
     def pin(self, prompt: str | Sequence[int] | None = None) -> int:

@@ -166,7 +166,7 @@ def test_a_backup_goes_where_it_is_asked_for(kvkeep: Kvkeep, old: Path, tmp_path
 def test_a_backup_takes_no_name_of_the_cache(kvkeep: Kvkeep, old: Path, name: str) -> None:
     result = kvkeep("migrate", "--backup", old / name, "--path", old)
     assert result.exit_code == 2
-    assert "whose files belong to kvkeep" in result.output
+    assert "is in the cache folder" in result.output
     assert schema_of(old) == OLD
 
 

@@ -10,7 +10,8 @@ from llamas import load, n_decoded, random_tokens
 
 from kvkeep.cache import attach
 from kvkeep.cache.adapters.beginnings import chat_beginning
-from kvkeep.store.errors import UsageError
+from kvkeep.cache.prefix_cache import PrefixCache
+from kvkeep.store.errors import DiskFull, NotARoot, UsageError
 
 from .conftest import Kvkeep
 
@@ -120,8 +121,20 @@ def test_a_folder_that_cannot_be_used(kvkeep: Kvkeep, prompt: Path, tmp_path: Pa
     file = tmp_path / "file"
     file.write_text("somebody's")
     result = kvkeep("warm", "--model", dense, "--prompt-file", prompt, "--path", file)
-    assert result.exit_code == 2
-    assert "the cache can't be used" in result.output
+    assert result.exit_code == NotARoot.exit_code
+    assert result.output == f"kvkeep: {file} is a file; a folder is needed\n"
+
+
+def test_what_is_in_the_way_gives_the_exit_code(
+    kvkeep: Kvkeep, prompt: Path, root: Path, dense: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise DiskFull("no room")
+
+    monkeypatch.setattr(PrefixCache, "save", full)
+    result = kvkeep("warm", "--model", dense, "--prompt-file", prompt, "--path", root)
+    assert result.exit_code == DiskFull.exit_code
+    assert "tokens only 0 are stored: no room" in result.output
 
 
 # -- chats ---------------------------------------------------------------------------------------------------------------
