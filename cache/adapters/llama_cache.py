@@ -25,8 +25,8 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
 
     `Llama` asks `cache[prompt]` before each prompt: that restores straight into the model's context and returns an item
     that the context needn't load any more. After each finished answer it calls `cache[tokens] = llm.save_state()`; by then
-    the cache has its own copy, and ignores that one. `attach` does the same without `save_state`, which copies three times
-    and adds up to n_batch x n_vocab floats of zeros; use it where you can.
+    the cache has its own copy, so that state is copied only if somebody looks at more than its tokens. `attach` does the same
+    also for prompts that are no completions, such as `llm.generate`.
 
     Bound to its model: never give it to another one's `set_cache`. There is no `__len__`: `Llama` never uses a cache that
     is falsy, as an empty one would be.
