@@ -30,6 +30,9 @@ lint: $(VENV)/.kvkeep
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+# Nothing runs these but people, so types are what tells that they still fit.
+	MYPYPATH=tests/support $(BIN)/mypy tests/bench
+	MYPYPATH=tests/support $(BIN)/mypy tests/stress
 	$(BIN)/lint-imports
 
 bench: $(VENV)/.kvkeep

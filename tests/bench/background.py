@@ -28,6 +28,7 @@ import texts
 from figures import AtLeast, Figure, Run
 from llama_cpp import Llama
 
+from kvkeep.cache.adapters.backing import Wishes
 from kvkeep.cache.adapters.session import Session
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.writer import Job, Writer
@@ -169,7 +170,7 @@ class _Saves:
 def _behind(folder: str, setting: str, rounds: int) -> dict[str, Any]:
     machine = _SETTINGS[setting]
     llm = llamas.load(models.smollm2(), n_ctx=2048, n_batch=512, n_threads=machine.threads, n_threads_batch=machine.threads)
-    session = Session(llm, Path(folder), _CAPACITY, False, "")
+    session = Session(llm, Path(folder), Wishes(_CAPACITY), break_even=False, extra="")
     assert session.cache is not None
     saves = _Saves(session.cache, llm)
     prompt = texts.long_tokens(llm, machine.prompt)

@@ -52,7 +52,7 @@ def measure(run: Run) -> list[Figure]:
 
 
 def _recipe() -> models.Recipe:
-    keys = {
+    keys: dict[str, Any] = {
         "embedding_length": _EMBD,
         "feed_forward_length": _FF,
         "attention.head_count": _HEADS,
@@ -61,7 +61,7 @@ def _recipe() -> models.Recipe:
         "attention.value_length": _HEAD_DIM,
     }
     around = (weight("token_embd", models.N_VOCAB, _EMBD), norm("token_embd_norm", _EMBD))
-    return replace(models.HYBRID, n_layer=_LAYERS, layer=_layer, keys=models.HYBRID.keys | keys, around=around)
+    return replace(models.HYBRID, n_layer=_LAYERS, layer=_layer, keys={**models.HYBRID.keys, **keys}, around=around)
 
 
 # -- in the child -------------------------------------------------------------------------------------------------

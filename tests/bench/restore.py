@@ -18,6 +18,7 @@ from figures import AtMost, Figure, Run, median_ratio, ms
 from llama_cpp import Llama
 
 from kvkeep.cache.adapters.attach import attach
+from kvkeep.cache.adapters.backing import Wishes
 from kvkeep.cache.adapters.context import LiveContext
 from kvkeep.cache.adapters.session import Session
 from kvkeep.cache.match import Source
@@ -99,7 +100,7 @@ class _Ours:
     """Match, restore and load from a kvkeep store."""
 
     def __init__(self, llm: Llama, folder: str) -> None:
-        self._session = Session(llm, Path(folder) / "root", DEFAULT_CAPACITY, False, "")
+        self._session = Session(llm, Path(folder) / "root", Wishes(DEFAULT_CAPACITY), break_even=False, extra="")
         self._context = LiveContext(llm)
         # One more than is stored: the last token of a prompt is never restored.
         self._prompt = [*texts.long_tokens(llm, N_TOKENS), 1]

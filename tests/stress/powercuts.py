@@ -75,7 +75,7 @@ def _variant(number: int, seed: int) -> str | int:
 
 def _quick(wholes: dict[str, Whole]) -> Iterator[_Cut]:
     random = Random(2)
-    variants = cycle((*VARIANTS, 1, 2))
+    variants: Iterator[str | int] = cycle((*VARIANTS, 1, 2))
     for scenario, whole in wholes.items():
         for _ in range(7):
             yield _Cut(whole, scenario, random.randint(1, whole.n_operations + 1), next(variants))

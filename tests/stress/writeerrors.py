@@ -209,7 +209,7 @@ def generate(root: Path, model: str, chat: dict[str, int]) -> None:
     faults.rest()
     logged: list[logging.LogRecord] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = logged.append  # type: ignore[method-assign]
+    handler.emit = logged.append  # type: ignore[method-assign, assignment]
     logging.getLogger("kvkeep").addHandler(handler)
     llm, cold = llamas.load(model), llamas.load(model)
     keep = attach(llm, root, break_even=False)
@@ -226,7 +226,8 @@ def generate(root: Path, model: str, chat: dict[str, int]) -> None:
     keep.close()
     cold_tokens = [llamas.generate(cold, prompt, 4) for prompt in PROMPTS]
     # What is one kind: the sentence, what failed, and the type of its error.
-    warned = [record.msg % (record.args[0], type(record.args[-1]).__name__) for record in logged if record.args]
+    arguments = [(record.msg, record.args) for record in logged if isinstance(record.args, tuple) and record.args]
+    warned = [msg % (args[0], type(args[-1]).__name__) for msg, args in arguments]
     print(json.dumps({"tokens": tokens, "cold tokens": cold_tokens, "warned": warned, "found": found}))
 
 

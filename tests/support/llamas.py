@@ -55,7 +55,8 @@ def random_tokens(count: int, seed: int = 0, n_vocab: int = 512) -> list[int]:
 
 def logits(llm: Llama) -> npt.NDArray[np.float32]:
     """Of the last decoded token, shape (n_vocab,). A copy."""
-    return np.ctypeslib.as_array(llm._ctx.get_logits(), shape=(llm.n_vocab(),)).copy()
+    context: Any = llm._ctx
+    return np.ctypeslib.as_array(context.get_logits(), shape=(llm.n_vocab(),)).copy()
 
 
 def sequence_state(llm: Llama) -> npt.NDArray[np.uint8]:
@@ -82,7 +83,7 @@ def whole_state(llm: Llama) -> npt.NDArray[np.uint8]:
 
 def forget(llm: Llama) -> None:
     """An empty context."""
-    llm.reset()
+    llm.reset()  # type: ignore[no-untyped-call]
     llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(llm.ctx), True)
 
 
@@ -96,12 +97,12 @@ def n_decoded(llm: Llama) -> int:
 
     Counted at the call, because llama.cpp's own counters show 1 where they are 0.
     """
-    count: int = llm._ctx.n_decoded
-    return count
+    context: Any = llm._ctx
+    return int(context.n_decoded)
 
 
 def _count_decodes(llm: Llama) -> None:
-    context = llm._ctx
+    context: Any = llm._ctx
     decode = type(context).decode
     context.n_decoded = 0
 
