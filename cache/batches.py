@@ -12,8 +12,12 @@ from kvkeep.store.verify import is_sound
 from kvkeep.store.windows import NewWindow
 from kvkeep.store.writing import NewEntry, Writing
 
-# A commit waits for the disk, so entries are written together; but a batch is held in memory and needs free pages.
+# A commit waits for the disk, so entries are written together; but a batch is held in memory, and once more as LMDB's changed
+# pages, and it needs free ones.
 BATCH_BYTES = 32 << 20
+MIN_BATCH_BYTES = 4 << 20
+# Of a state, so that saving it takes little more memory than its copy.
+BATCH_SHARE = 1 / 16
 # At once, when freed pages have become free, and when there are more of them.
 _TRIES = 3
 
@@ -51,13 +55,17 @@ class Batches:
         writing: the right to write.
         namespace_id: whose they are.
         protected: keys that no eviction may take; everything added joins them.
+        state_bytes: what is being saved has so many bytes in memory, if it is one state.
     """
 
-    def __init__(self, writing: Writing, namespace_id: int, protected: set[PrefixHash]) -> None:
+    def __init__(self, writing: Writing, namespace_id: int, protected: set[PrefixHash], state_bytes: int | None = None) -> None:
         self._writing = writing
         self._namespace_id = namespace_id
         self._protected = protected
         self._batch = _Batch()
+        self._most_bytes = min(BATCH_BYTES, budget.largest(writing.blobs) // 4)
+        if state_bytes is not None:
+            self._most_bytes = min(self._most_bytes, max(MIN_BATCH_BYTES, int(state_bytes * BATCH_SHARE)))
         self.saved = Saved()
 
     def protect(self, key: PrefixHash) -> None:
@@ -71,7 +79,7 @@ class Batches:
     def add(self, entry: NewEntry) -> None:
         """Queue an entry, parents before children. Commits what is queued if that is enough for a batch."""
         footprint = budget.footprint(len(entry.value))
-        is_large = self._batch.size + footprint > min(BATCH_BYTES, budget.largest(self._writing.blobs) // 4)
+        is_large = self._batch.size + footprint > self._most_bytes
         if self._batch.entries and (is_large or len(self._batch.entries) >= self._writing.rows_at_once):
             self.commit()
         self.protect(budget.key_of(entry.row))

@@ -223,7 +223,7 @@ class PrefixCache:
             space = self._space(writing)
             data = token_bytes(tokens)
             prompt = self._prompt(data, space.block_tokens)
-            saver = Saver(writing, space, self.identity, prompt, seq_id, pause)
+            saver = Saver(writing, space, self.identity, prompt, seq_id, pause, state.nbytes)
             try:
                 saved = saver.save(state, form, points)
             finally:

@@ -21,6 +21,7 @@ from kvkeep.cache.match import Match
 from kvkeep.cache.state import Form, Windowed, blank
 from kvkeep.store.blobs import BlobReader
 from kvkeep.store.checkpoints import Checkpoint
+from kvkeep.store.codec import Scratch
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import HashMismatch, IntegrityError, LayoutError
 from kvkeep.store.nodes import Node
@@ -153,6 +154,7 @@ class _Assembly:
         self._pieces = [*_in_caches(match), *_in_window(match)]
         self._point = match.checkpoint
         # Read here: a transaction of LMDB belongs to the thread that began it.
+        self._scratches: list[Scratch] = []
         self._values = {entry: blobs.get(entry.blob) for entry in match.entries}
 
     def fill(self, form: Form, arch: str) -> Bytes:
@@ -180,9 +182,12 @@ class _Assembly:
         def scatter(index: int) -> None:
             piece = self._pieces[index]
             first = firsts[piece.in_window]
-            blob = first if index == self._firsts[piece.in_window] else self._blob(piece.entry, first.layout)
-            cells = [state.window] if piece.in_window else state.caches
-            _scatter(piece, blob.payload, [found for found in cells if found is not None])
+            cells = [found for found in ([state.window] if piece.in_window else state.caches) if found is not None]
+            if index == self._firsts[piece.in_window]:
+                _scatter(piece, first.payload, cells)
+            else:
+                with self._scratch() as scratch:
+                    _scatter(piece, self._blob(piece.entry, first.layout, scratch).payload, cells)
 
         self._check(_all(len(self._pieces), scatter))
         return buffer
@@ -211,13 +216,23 @@ class _Assembly:
         """The lowest position of the windowed cache."""
         return self._length - sum(piece.take for piece in self._pieces if piece.in_window)
 
-    def _blob(self, entry: Node | Window, layout: bytes | None) -> "_Blob":
-        """The verified blob of an entry.
+    @contextmanager
+    def _scratch(self) -> Iterator[Scratch]:
+        """One for each piece that is worked at; as many as there are threads, and gone with this object."""
+        try:
+            scratch = self._scratches.pop()
+        except IndexError:
+            scratch = Scratch()
+        yield scratch
+        self._scratches.append(scratch)
+
+    def _blob(self, entry: Node | Window, layout: bytes | None, scratch: Scratch | None = None) -> "_Blob":
+        """The verified blob of an entry, good until the next use of `scratch`.
 
         Raises:
             IntegrityError, LayoutError: it doesn't verify, or has another layout than `layout`.
         """
-        header, payload = verified(self._values[entry], entry)
+        header, payload = verified(self._values[entry], entry, scratch)
         if layout is None:
             layouts = unpack_all(header.layout)
             if isinstance(entry, Window) and len(layouts) != 1:

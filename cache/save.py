@@ -46,6 +46,7 @@ class Saver:
         prompt: the tokens that the state was decoded from.
         seq_id: the sequence, by which checkpoints are filed.
         pause: called before each block; may raise to stop, which leaves what was committed.
+        state_bytes: size of the state in memory.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Saver:
         prompt: Prompt,
         seq_id: int,
         pause: Callable[[], None],
+        state_bytes: int,
     ) -> None:
         self._writing = writing
         self._memory = identity.memory
@@ -64,7 +66,7 @@ class Saver:
         self._seq_id = seq_id
         self._pause = pause
         self._block_tokens = space.block_tokens
-        self._batches = Batches(writing, space.id, set(prompt.borders))
+        self._batches = Batches(writing, space.id, set(prompt.borders), state_bytes)
         self.passed: list[Entry] = []
         """What was stored already of this state. It is in use, as if it had been restored."""
 

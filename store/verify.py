@@ -2,6 +2,7 @@
 
 from kvkeep.store import codec, frame
 from kvkeep.store.checkpoints import Checkpoint
+from kvkeep.store.codec import Scratch
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import HashMismatch, IntegrityError, MissingBlob
 from kvkeep.store.frame import TOKEN_BYTES, Bytes, FrameHeader, Kind
@@ -10,11 +11,16 @@ from kvkeep.store.nodes import Node
 from kvkeep.store.windows import Window
 
 
-def verified(value: memoryview | None, entry: Entry) -> tuple[FrameHeader, Bytes]:
+def verified(value: memoryview | None, entry: Entry, scratch: Scratch | None = None) -> tuple[FrameHeader, Bytes]:
     """Header and payload of an entry's blob, after everything about it has been checked.
 
     The blob is bound to the row's tokens both ways: the row's key must be the hash of its parent and tokens, and the
     frame must carry the same key. SQLite has no page checksums, so a flipped token or pointer in a row is found here.
+
+    Args:
+        value: what is stored under the entry's blob.
+        entry: the entry.
+        scratch: see `kvkeep.store.codec.decode`; the payload is good only until its next use.
 
     Raises:
         MissingBlob: there is no such blob.
@@ -24,7 +30,7 @@ def verified(value: memoryview | None, entry: Entry) -> tuple[FrameHeader, Bytes
         raise MissingBlob(f"blob {entry.blob.hex()[:16]} of the entry at position {_position(entry)} is missing")
     if value.nbytes != entry.stored_bytes:
         raise HashMismatch(f"blob {entry.blob.hex()[:16]} has {value.nbytes} bytes, its row says {entry.stored_bytes}")
-    plain = codec.decode(value, expected=entry.plain_bytes)
+    plain = codec.decode(value, entry.plain_bytes, scratch)
     if blob_id(plain) != entry.blob:
         raise HashMismatch(f"the bytes of blob {entry.blob.hex()[:16]} don't hash to its name")
     header, payload = frame.unpack(plain)

@@ -125,3 +125,44 @@ def test_threads_dont_share_a_context() -> None:
     plains = [bytes([i]) * 50_000 + noise(100, i) for i in range(40)]
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(lambda plain: bytes(codec.decode(codec.encode(plain))), plains)) == plains
+
+
+# -- into memory that is used again ------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=8).map(lambda part: part * 300), min_size=1, max_size=5))
+@settings(deadline=None, max_examples=40)
+def test_scratch_is_used_again_and_again(plains: list[bytes]) -> None:
+    scratch = codec.Scratch()
+    for plain in plains:
+        assert bytes(codec.decode(codec.encode(plain), len(plain), scratch)) == plain
+
+
+def test_scratch_holds_one_value_at_a_time() -> None:
+    scratch = codec.Scratch()
+    first = codec.decode(codec.encode(SOFT), scratch=scratch)
+    second = codec.decode(codec.encode(SOFT[::-1]), scratch=scratch)
+    assert bytes(first) == bytes(second) == SOFT[::-1]
+
+
+@pytest.mark.parametrize("plain", [SOFT, HARD, b""])
+def test_with_scratch_every_truncation_is_refused(plain: bytes) -> None:
+    """What an earlier value has left there must never pass for the rest of a shorter one."""
+    value, scratch = codec.encode(plain), codec.Scratch()
+    codec.decode(value, scratch=scratch)
+    for length in range(len(value)):
+        with pytest.raises(BadFrame):
+            codec.decode(value[:length], scratch=scratch)
+
+
+def test_with_scratch_a_flip_raises_or_changes_the_bytes_but_never_their_number() -> None:
+    value, scratch = codec.encode(SOFT), codec.Scratch()
+    codec.decode(value, scratch=scratch)
+    for at in range(len(value)):
+        damaged = bytearray(value)
+        damaged[at] ^= 0x10
+        try:
+            found = bytes(codec.decode(damaged, len(SOFT), scratch))
+        except BadFrame:
+            continue
+        assert len(found) == len(SOFT)
