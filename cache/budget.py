@@ -99,7 +99,10 @@ class _Room:
     def too_small(self) -> TooLarge | DiskFull:
         """Why it doesn't fit."""
         if self._by_disk < largest(self._writing.blobs):
-            return DiskFull(f"{self._incoming} bytes don't fit: the disk has no more room than is to be left to others")
+            return DiskFull(
+                f"{self._incoming} bytes don't fit: the disk has no such room besides what is to be left to others and "
+                "what the store's own files need"
+            )
         return TooLarge(f"{self._incoming} bytes don't fit beside what is protected, in {self._limit} bytes for blobs")
 
 

@@ -116,7 +116,10 @@ class Match:
         return [*(node for node, _ in self.plan), *(step.row for step in self.windows), *points]
 
     def __str__(self) -> str:
-        head = f"{self.length} of {self.prompt_tokens} tokens from {self.source.value}"
+        if self.length == 0:
+            head = f"none of {self.prompt_tokens} tokens reused"
+        else:
+            head = f"{self.length} of {self.prompt_tokens} tokens from {self.source.value}"
         if self.reason is Reason.FOUND:
             return head
         return f"{head}: {self.reason.value}" + (f" ({self.detail})" if self.detail else "")

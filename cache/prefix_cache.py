@@ -24,7 +24,7 @@ from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import CapacityError, StoreLocked, UsageError
 from kvkeep.store.frame import TOKEN_BYTES
-from kvkeep.store.hashing import BlobId, Fingerprint, PrefixHash, chain
+from kvkeep.store.hashing import BlobId, Fingerprint, PrefixHash, chain, prefix_of
 from kvkeep.store.namespaces import Namespace
 from kvkeep.store.nodes import Node
 from kvkeep.store.repository import Repository
@@ -253,6 +253,11 @@ class PrefixCache:
         with self.repository.writing() as writing:
             writing.remove(entries)
         return len(entries)
+
+    def key_of(self, tokens: Tokens) -> PrefixHash:
+        """The prefix hash of some tokens, from the first one on."""
+        prompt = self._prompt(token_bytes(tokens), self.block_tokens)
+        return prefix_of(prompt.borders[-1], prompt.rest(len(prompt.borders) - 1))
 
     def forget(self, tokens: Tokens) -> int:
         """Remove what holds the last one of these tokens behind the others, and all that stands on it. Returns how many."""

@@ -25,7 +25,8 @@ class Stats:
         live_tokens: tokens that were still in the context.
         decoded_tokens: tokens of prompts that had to be decoded.
         restore_seconds: time spent restoring.
-        saved_seconds: what decoding the restored tokens would have taken, less the time spent restoring; an estimate.
+        saved_seconds: what decoding the restored tokens would have taken, less the time spent restoring; an estimate,
+            and nothing as long as decoding was never measured.
         saves: states stored.
         written_bytes: bytes of the values written for them.
         evicted: entries that had to go for them.
@@ -76,7 +77,8 @@ class Reporter:
                 stats.hits += 1
                 stats.restored_tokens += match.length
                 stats.restore_seconds += match.seconds
-                stats.saved_seconds += (decode_seconds or 0.0) - match.seconds
+                if decode_seconds is not None:
+                    stats.saved_seconds += decode_seconds - match.seconds
         logger.debug("%s", match)
 
     def saved(self, written_bytes: int, evicted: int) -> None:

@@ -8,11 +8,8 @@ from kvkeep.store.errors import UsageError
 from kvkeep.tools.words import clean
 
 if TYPE_CHECKING:
-    from kvkeep.cache.listing import Run
     from kvkeep.store.engine import Connection
-    from kvkeep.store.hashing import PrefixHash
     from kvkeep.store.namespaces import Namespace
-    from kvkeep.store.repository import Repository
 
 # Digits of an id: shown unless more are needed to tell it from others, and asked for at least.
 _SHOWN = 8
@@ -71,39 +68,3 @@ def chosen_spaces(connection: "Connection", text: str | None) -> "list[Namespace
         labels = ", ".join(sorted({clean(space.label) for space in every})) or "none"
         raise UsageError(f"no model is called {clean(text)!r}, and no fingerprint begins so; there are: {labels}")
     return found
-
-
-def stored_prefixes(repository: "Repository") -> "dict[PrefixHash, Run]":
-    """The prefixes that `kvkeep ls` shows, by their keys."""
-    from kvkeep.cache.listing import listing
-
-    with repository.rows() as connection:
-        return {run.key: run for run in listing(connection).prefixes()}
-
-
-def all_tokens(repository: "Repository", run: "Run", what: str) -> bytes:
-    """The tokens of a prefix from position 0 on.
-
-    Args:
-        repository: where it is stored.
-        run: the prefix.
-        what: what is to be done with it, such as `pinned`.
-
-    Raises:
-        UsageError: they aren't all known.
-    """
-    from kvkeep.store.frame import Kind
-    from kvkeep.store.verify import verified
-
-    if run.first_known == 0:
-        return run.all_tokens()
-    whole = [entry for entry in run.entries if getattr(entry, "kind", None) == Kind.OPAQUE]
-    if not whole:
-        hint = "pin it in the program that has them all" + ("" if what == "pinned" else ", and name it by --pinned")
-        raise UsageError(
-            f"{run.key.hex()[:8]} can't be {what} from here: of its {run.end:,} tokens only the last {run.end - run.start} are "
-            f"stored; {hint}"
-        )
-    # A whole state is stored with all of its tokens, though its row has only the last ones.
-    with repository.snapshot() as snapshot:
-        return verified(snapshot.blobs.get(whole[0].blob), whole[0])[0].tokens

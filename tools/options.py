@@ -67,6 +67,15 @@ set_option = click.option(
 )
 """`--set NAME=VALUE`. The command gets `settings: tuple[str, ...]`, for `kvkeep.cache.adapters.settings.llama_settings`."""
 
+tokens_option = click.option(
+    "--tokens",
+    "n_tokens",
+    type=int,
+    metavar="N",
+    help="Only the first N tokens of each, such as a system prompt that chats share.",
+)
+"""`--tokens N`. The command gets `n_tokens: int | None`, for `kvkeep.tools.prefixes.named_prefixes`."""
+
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 """`--dry-run`. The command gets `dry_run: bool`."""
 

@@ -1,7 +1,6 @@
 """`kvkeep pin` and `kvkeep unpin`: what is never evicted, whether or not anybody uses it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,19 +11,17 @@ from rich.console import Console
 from rich.table import Table
 
 from kvkeep.store.errors import UsageError
-from kvkeep.tools.choice import all_tokens, named, short_ids, stored_prefixes
+from kvkeep.tools.choice import named, short_ids
 from kvkeep.tools.console import make_console
 from kvkeep.tools.folder import nothing_there, opened
-from kvkeep.tools.options import json_option, path_option, print_json
+from kvkeep.tools.options import json_option, path_option, print_json, tokens_option
+from kvkeep.tools.prefixes import Pinned, named_prefixes, pinned_prefixes, stored_prefixes
 from kvkeep.tools.texts import Texts, texts
 from kvkeep.tools.words import clean, plural, size
 
 if TYPE_CHECKING:
     from kvkeep.cache.listing import Run
-    from kvkeep.store.engine import Connection
     from kvkeep.store.hashing import PrefixHash
-    from kvkeep.store.namespaces import Namespace
-    from kvkeep.store.pins import Pin
     from kvkeep.store.repository import Repository
 
 
@@ -32,43 +29,27 @@ if TYPE_CHECKING:
 _OTHER_COLUMNS, _MIN_WORDS = 32, 24
 
 
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    """A pin, as it is shown.
-
-    Attributes:
-        key: that of the prefix, if just this one is stored as a prefix, else the prefix hash of its tokens.
-        space: whose tokens they are.
-        pin: its row.
-        stored_bytes: what is stored of it, shared or not.
-        kept: keys of that.
-    """
-
-    key: "PrefixHash"
-    space: "Namespace"
-    pin: "Pin"
-    stored_bytes: int
-    kept: "frozenset[PrefixHash]"
-
-
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @path_option
+@tokens_option
 @click.option("--list", "listed", is_flag=True, help="Show what is pinned.")
 @json_option
-def pin(ids: tuple[str, ...], path: Path, listed: bool, as_json: bool) -> None:
+def pin(ids: tuple[str, ...], path: Path, n_tokens: int | None, listed: bool, as_json: bool) -> None:
     """Pin prefixes: they are never evicted, and never too old.
 
-    They are named by the ids that kvkeep ls shows. At most half of the room for states can be pinned. What is saved of
-    a pinned prefix later is kept, too.
+    They are named by the ids that kvkeep ls and kvkeep pin --list show. At most half of the room for states can be
+    pinned. What is saved of a pinned prefix later is kept, too.
     """
+    if n_tokens is not None and not ids:
+        raise UsageError("--tokens is about the prefixes that ids name")
     if bool(ids) == listed:
         raise UsageError("name ids to pin (see kvkeep ls), or --list to see what is pinned")
     with opened(path) as repository:
         if repository is None:
             _nothing(path, ids, as_json)
             return
-        changed = _pin(repository, ids) if ids else []
+        changed = _pin(repository, ids, n_tokens) if ids else []
         _say(path, repository, as_json, changed, "pinned" if ids else "")
 
 
@@ -88,39 +69,6 @@ def unpin(ids: tuple[str, ...], path: Path, as_json: bool) -> None:
         _say(path, repository, as_json, _unpin(repository, ids), "unpinned")
 
 
-def pinned_prefixes(repository: "Repository") -> list[Pinned]:
-    """All pins, the oldest first."""
-    from kvkeep.cache.listing import listing
-    from kvkeep.store import namespaces, pins
-
-    with repository.rows() as connection:
-        spaces = {space.id: space for space in namespaces.every(connection)}
-        keys = {(run.space.id, run.all_tokens()): run.key for run in listing(connection).prefixes() if run.first_known == 0}
-        return [
-            _pinned(connection, spaces[found.namespace_id], found, keys.get((found.namespace_id, found.tokens)))
-            for found in pins.every(connection)
-            if found.namespace_id in spaces
-        ]
-
-
-def _pinned(connection: "Connection", space: "Namespace", found: "Pin", key: "PrefixHash | None") -> Pinned:
-    from kvkeep.cache.eviction import key_of
-    from kvkeep.cache.pinned import stored_of
-
-    stored = list(stored_of(connection, space, found.tokens))
-    n_bytes = sum(entry.stored_bytes for entry in stored)
-    return Pinned(key or _key_of(space, found.tokens), space, found, n_bytes, frozenset(map(key_of, stored)))
-
-
-def _key_of(space: "Namespace", tokens: bytes) -> "PrefixHash":
-    from kvkeep.store.frame import TOKEN_BYTES
-    from kvkeep.store.hashing import PrefixHash, chain, prefix_of
-
-    size_of_block = space.block_tokens * TOKEN_BYTES
-    borders = [PrefixHash(space.fingerprint), *chain(space.fingerprint, tokens, size_of_block)]
-    return prefix_of(borders[-1], tokens[(len(borders) - 1) * size_of_block :])
-
-
 def _nothing(path: Path, ids: Sequence[str], as_json: bool) -> None:
     if ids:
         raise UsageError(nothing_there(path))
@@ -133,14 +81,13 @@ def _nothing(path: Path, ids: Sequence[str], as_json: bool) -> None:
 # -- doing -------------------------------------------------------------------------------------------------------------
 
 
-def _pin(repository: "Repository", ids: Sequence[str]) -> "list[PrefixHash]":
+def _pin(repository: "Repository", ids: Sequence[str], n_tokens: int | None) -> "list[PrefixHash]":
     """Pin prefixes; all are found before the first one is pinned. Returns those that weren't pinned before."""
     from kvkeep.cache.pinned import pin as pin_tokens
 
-    prefixes = stored_prefixes(repository)
-    chosen = [(prefixes[key], all_tokens(repository, prefixes[key], "pinned")) for key in named(ids, prefixes)]
+    chosen = named_prefixes(repository, ids, n_tokens, "pinned")
     with repository.writing() as writing:
-        return [run.key for run, tokens in chosen if pin_tokens(writing, run.space, tokens)]
+        return [found.key for found in chosen if pin_tokens(writing, found.space, found.tokens)]
 
 
 def _unpin(repository: "Repository", ids: Sequence[str]) -> "list[PrefixHash]":

@@ -65,8 +65,11 @@ def _say(document: dict[str, Any]) -> None:
     console.print(
         f"{document['tokens']:,} tokens of {document['label']}: {there:,} were there, {new:,} decoded.", soft_wrap=True
     )
-    pinned = "Pinned: it is never evicted; kvkeep unpin ends that." if document["pinned"] else "Not pinned."
+    name = document["id"][:8]
+    pinned = f"Pinned: it is never evicted; kvkeep unpin {name} ends that." if document["pinned"] else "Not pinned."
     console.print(f"{size(document['written_bytes'])} written. {pinned}", soft_wrap=True)
+    if document["pinned"]:
+        console.print(f"For another machine: kvkeep export {name} --to FILE --path {document['path']}", soft_wrap=True)
 
 
 def _text(name: str) -> str:
@@ -106,6 +109,7 @@ def _warm(llm: Any, path: Path, tokens: Sequence[int], *, pin: bool) -> dict[str
         if pin:
             keep.pin(tokens)
         return {
+            "id": keep.key_of(tokens).hex(),
             "label": label_of(llm),
             "tokens": len(tokens),
             "restored_tokens": match.length,

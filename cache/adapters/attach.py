@@ -22,6 +22,7 @@ from kvkeep.cache.match import Match, Reason
 from kvkeep.cache.paths import resolve_root
 from kvkeep.cache.report import Stats
 from kvkeep.store.errors import KvkeepError, UsageError
+from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.space import DEFAULT_CAPACITY
 
 
@@ -199,6 +200,10 @@ class Attachment:
         self.flush()
         self._session.usable_cache().pin(tokens)
         return len(tokens)
+
+    def key_of(self, prompt: str | Sequence[int] | None = None) -> PrefixHash:
+        """The prefix hash of a prompt, by which `kvkeep` commands name it; see `pin` for the argument."""
+        return self._session.usable_cache().key_of(self._tokens_of(prompt))
 
     def unpin(self, prompt: str | Sequence[int] | None = None) -> bool:
         """End the pin of exactly this prompt; see `pin`. False if it isn't pinned."""

@@ -14,10 +14,10 @@ def test_what_isnt_reused_is_decoded() -> None:
     [
         (Match(length=3, prompt_tokens=5, source=Source.DISK), "3 of 5 tokens from disk"),
         (Match(length=3, prompt_tokens=5, source=Source.LIVE), "3 of 5 tokens from live"),
-        (Match(length=0, prompt_tokens=5, reason=Reason.EMPTY), "0 of 5 tokens from none: empty"),
+        (Match(length=0, prompt_tokens=5, reason=Reason.EMPTY), "none of 5 tokens reused: empty"),
         (
             Match(length=0, prompt_tokens=5, reason=Reason.DAMAGED, detail="blob 12 is missing"),
-            "0 of 5 tokens from none: damaged (blob 12 is missing)",
+            "none of 5 tokens reused: damaged (blob 12 is missing)",
         ),
     ],
 )

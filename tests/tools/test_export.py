@@ -221,3 +221,15 @@ def test_a_name_moves_no_cursor_and_can_be_pasted(kvkeep: Kvkeep, chats: Path, t
 
 def test_no_name(kvkeep: Kvkeep, chats: Path) -> None:
     assert kvkeep("export", id_of(kvkeep, chats), "--to", "", "--path", chats).exit_code == 2
+
+
+def test_a_system_prompt_that_chats_share(kvkeep: Kvkeep, chats: Path, file: Path, tmp_path: Path) -> None:
+    """Named by its pin, or by how many tokens it has."""
+    arguments = ("--tokens", len(SYSTEM), "--path", chats)
+    pinned = json.loads(kvkeep("pin", id_of(kvkeep, chats), *arguments, "--json").stdout)["pins"][0]["id"]
+    assert kvkeep("export", pinned, "--to", file, "--path", chats).exit_code == 0
+    other = tmp_path / "other"
+    assert kvkeep("export", id_of(kvkeep, chats), "--to", other, *arguments).exit_code == 0
+    assert prefixes_of(file) == prefixes_of(other) == [token_bytes(SYSTEM)]
+    assert file.read_bytes() == other.read_bytes()
+    assert kvkeep("export", "--pinned", "--to", file, "--force", *arguments).exit_code == 2

@@ -158,3 +158,21 @@ def test_a_folder_that_does_not_exist(kvkeep: Kvkeep, tmp_path: Path) -> None:
     assert kvkeep("pin", "abcd1234", "--path", path).exit_code == 2
     assert kvkeep("unpin", "abcd1234", "--path", path).exit_code == 2
     assert not path.exists()
+
+
+def test_the_first_tokens_can_be_pinned_alone(kvkeep: Kvkeep, chats: Path) -> None:
+    """A system prompt that several chats share is no prefix of its own any more."""
+    result = kvkeep("pin", id_of(kvkeep, chats), "--tokens", len(SYSTEM), "--path", chats, "--json")
+    assert result.exit_code == 0, result.output
+    (pinned,) = json.loads(result.stdout)["pins"]
+    assert pinned["tokens"] == len(SYSTEM)
+    assert kvkeep("pin", pinned["id"], "--path", chats).output.endswith("Already pinned.\n")
+    assert kvkeep("unpin", pinned["id"], "--path", chats).exit_code == 0
+
+
+@pytest.mark.parametrize("count", [0, -1, 95])
+def test_tokens_that_it_does_not_have(kvkeep: Kvkeep, chats: Path, count: int) -> None:
+    result = kvkeep("pin", id_of(kvkeep, chats), "--tokens", count, "--path", chats)
+    assert result.exit_code == 2
+    assert "has 94 tokens; --tokens names how many of the first ones" in result.output
+    assert kvkeep("pin", "--list", "--tokens", 5, "--path", chats).exit_code == 2
