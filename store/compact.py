@@ -11,7 +11,7 @@ Killed anywhere, one generation is whole and the index names it. What is left of
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvkeep.store import generations, rows, settings
@@ -51,7 +51,7 @@ class Plan:
         garbage_blobs: blobs that no row names.
         file_bytes: what the blobs' file takes on the disk now.
         index_free_bytes: pages of the index that hold nothing.
-        free_bytes: what the disk has, without the reserve.
+        free_bytes: what the disk has to give: without the reserve, unless the copy gives back at least what it takes.
     """
 
     blobs: int
@@ -97,14 +97,17 @@ def plan(repository: Repository, *, into_reserve: bool = False) -> Plan:
         sizes = rows.stored_sizes(snapshot.connection)
         garbage = sum(name not in sizes for name in snapshot.blobs.ids())
         reserve = settings.find(snapshot.connection, settings.RESERVE_BYTES)
-    return Plan(
+    disk = Disk.of(repository.path)
+    planned = Plan(
         blobs=len(sizes),
         live_bytes=sum(map(footprint, sizes.values())),
         garbage_blobs=garbage,
         file_bytes=repository.blobs.disk_bytes,
         index_free_bytes=repository.index.free_bytes,
-        free_bytes=max(0, Disk.of(repository.path).room(0 if into_reserve else reserve)),
+        free_bytes=max(0, disk.room(0 if into_reserve else reserve)),
     )
+    # Refused, it would help nobody: the reserve is touched already, and there is more of it afterwards.
+    return replace(planned, free_bytes=disk.free) if planned.gained_bytes >= planned.needed_bytes else planned
 
 
 def compact(repository: Repository, progress: Progress = lambda n_bytes: None, *, into_reserve: bool = False) -> Compacted:

@@ -67,15 +67,18 @@ class Writing:
         """
         with self.index.read() as connection:
             reserve = settings.find(connection, settings.RESERVE_BYTES)
-        room = Disk.of(self._path).room(reserve)
+        disk = Disk.of(self._path)
+        room = disk.room(reserve)
         log = min(self.index.space.log_bytes, max(rows, SOME_ROWS) * ROW_LOG_BYTES)
         room_for_blobs = max(0, room - max(0, log - self.index.log_bytes))
         share, taken = self.blobs.map_bytes, self.blobs.file_bytes
         # In whole steps, because every other size waits for those who read.
         allowed = min(share, taken + room_for_blobs - room_for_blobs % ROOM_STEP)
         # A file that may not grow at all can't even be deleted from: LMDB writes changed pages to new places. So much of the
-        # reserve may be lent for that, once.
+        # reserve may be lent for that, once: what was deleted then leaves pages for the next time.
         lent = min(DELETE_ROOM, max(0, room + DELETE_ROOM))
+        if taken - self.blobs.used_bytes < DELETE_ROOM and disk.free > 2 * DELETE_ROOM:
+            lent = DELETE_ROOM
         # A file that is longer than its share, because a smaller budget was asked for, is about to be compacted.
         self.blobs.limit(taken + DELETE_ROOM if taken > share else min(allowed + lent, share))
         return allowed

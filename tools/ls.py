@@ -1,6 +1,7 @@
 """`kvkeep ls`: what is stored, chat by chat."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -173,14 +174,21 @@ def _table(console: Console, view: _View) -> Table:
     ids = short_ids(run.key for run in view.found.prefixes())
     now = time.time()
     several = len(view.found.spaces) > 1
+    labels = [space.label for space in view.found.spaces]
     for run in view.prefixes:
         first, rest = view.words.lines(run, room - 2)
         table.add_row(
             f"{ids[run.key]}\n{'pinned' if run.pinned else ''}",
-            f"{first}\n{'| ' if rest else ''}{rest}" + (f"\n{clean(run.space.label)}" if several else ""),
+            f"{first}\n{'| ' if rest else ''}{rest}" + (f"\n{_model(run, labels)}" if several else ""),
             f"{run.end:,}",
             f"{size(run.own_bytes)}\nof {size(run.path_bytes)}",
             ago(run.used, now),
             f"{run.hits:,}",
         )
     return table
+
+
+def _model(run: "Run", labels: Sequence[str]) -> str:
+    """Whose prefix it is; with the beginning of the fingerprint, where one model has several settings."""
+    label = clean(run.space.label)
+    return label if labels.count(run.space.label) < 2 else f"{label} ({run.space.fingerprint.hex()[:8]})"

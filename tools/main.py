@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from kvkeep.store.errors import KvkeepError
+from kvkeep.tools.bench.command import bench
 from kvkeep.tools.budget import budget
 from kvkeep.tools.compact import compact
 from kvkeep.tools.demo import demo
@@ -67,5 +68,5 @@ def main() -> None:
     """The `kvkeep` command."""
 
 
-for command in (budget, compact, demo, export, import_, ls, migrate, pin, rm, stats, unpin, verify, warm):
+for command in (bench, budget, compact, demo, export, import_, ls, migrate, pin, rm, stats, unpin, verify, warm):
     main.add_command(command)

@@ -134,7 +134,8 @@ def _show_disk(console: Console, holdings: Holdings) -> None:
     limits, used = holdings.limits, holdings.disk_bytes
     share = used / limits.capacity_bytes
     console.print(f"On disk: {size(used)} of {size(limits.capacity_bytes)} allowed ({share:.1%}).")
-    console.print(f"Free:    {size(holdings.free_bytes)}, of which {size(limits.reserve_bytes)} are left to others.")
+    to_others = min(limits.reserve_bytes, holdings.free_bytes)
+    console.print(f"Free:    {size(holdings.free_bytes)}, of which {size(to_others)} are left to others.")
     if limits.lifetime_seconds:
         console.print(f"Kept:    {lasting(limits.lifetime_seconds)} after it was last used.")
     if holdings.pins:

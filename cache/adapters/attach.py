@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 from llama_cpp import LlamaState
 
 from kvkeep.cache.adapters.backing import Wishes
@@ -20,6 +21,7 @@ from kvkeep.cache.adapters.states import whole_state
 from kvkeep.cache.adapters.wrapping import Wrapping
 from kvkeep.cache.match import Match, Reason
 from kvkeep.cache.paths import resolve_root
+from kvkeep.cache.prefix_cache import token_bytes
 from kvkeep.cache.report import Stats
 from kvkeep.store.errors import KvkeepError, UsageError
 from kvkeep.store.hashing import PrefixHash
@@ -226,7 +228,7 @@ class Attachment:
         if prompt is None:
             return [int(token) for token in self._session.public_tokens()]
         if not isinstance(prompt, str):
-            return prompt
+            return [int(token) for token in np.frombuffer(token_bytes(prompt), "<i4")]
         return [int(token) for token in self._model().tokenize(prompt.encode(), special=True)]
 
     def _model(self) -> Any:

@@ -98,7 +98,8 @@ class LlamaDiskCache(BaseLlamaCache):
         if (self._path / _STOCK_FILE).exists():
             self._reporter.once(
                 "stock folder",
-                "%s also holds states of llama-cpp-python's own cache: kvkeep import %s --path %s --model FILE takes them over",
+                "%s also holds states of llama-cpp-python's own cache: kvkeep import %s --path %s --model FILE takes them "
+                "over; then cache.db and the numbered folders can go",
                 *[self._path] * 3,
             )
 

@@ -64,7 +64,7 @@ def llama_library() -> Any:
     try:
         import llama_cpp
     except ImportError as error:
-        raise UsageError("llama-cpp-python isn't installed: pip install 'kvkeep[llama]'") from error
+        raise UsageError("llama-cpp-python isn't installed: pip install llama-cpp-python") from error
     except (OSError, RuntimeError) as error:
         raise UsageError(f"llama-cpp-python is installed, but its library doesn't load: {error}") from error
     return llama_cpp

@@ -104,4 +104,4 @@ def test_the_person_is_told_how_to_take_over_what_a_stock_folder_has(
     cache: Any = LlamaDiskCache(folder)
     cache.close()
     (said,) = (record.getMessage() for record in caplog.records)
-    assert f"kvkeep import {folder} --path {folder} --model FILE takes them over" in said
+    assert f"kvkeep import {folder} --path {folder} --model FILE takes them over;" in said

@@ -453,3 +453,33 @@ def test_leftovers_of_a_killed_compaction_go_with_the_next_save_and_a_running_on
     save(cache, CHAT[:7])
     assert generations.present(root) == [1]
     assert cache.match(CHAT).length == 400
+
+
+# -- less free disk than is to be left to others -----------------------------------------------------------------------
+
+
+def test_on_a_disk_below_the_reserve_old_chats_still_make_room_for_new_ones(
+    cache: PrefixCache, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have filled it. Nothing more may be taken, but what is there is ours to use again."""
+    save(cache, CHAT)
+    save(cache, OTHER)
+    begin = occupied(root)
+    cache.repository.agree_on(settings.RESERVE_BYTES, 100 << 30)
+    disk_with(monkeypatch, lambda: (20 << 30) - (occupied(root) - begin))
+    for seed in range(4):
+        save(cache, random_tokens(60, seed=seed))
+        assert cache.match(random_tokens(60, seed=seed)).length == 60
+    assert occupied(root) - begin <= 1 * MB, "half a MiB is lent, once"
+
+
+def test_on_a_disk_below_the_reserve_what_was_removed_can_be_wiped(
+    cache: PrefixCache, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(cache, CHAT)
+    cache.repository.agree_on(settings.RESERVE_BYTES, 100 << 30)
+    disk_with(monkeypatch, lambda: 20 << 30)
+    assert cache.clear() > 0
+    before = occupied(root)
+    upkeep.compact(cache.repository)
+    assert occupied(root) < before / 4

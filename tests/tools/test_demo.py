@@ -217,5 +217,5 @@ def test_what_the_cache_did_in_words() -> None:
 
 def test_without_llama_cpp_the_way_to_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(UsageError, match=r"pip install 'kvkeep\[llama\]'"):
+    with pytest.raises(UsageError, match="pip install llama-cpp-python"):
         load_llama("model.gguf")
