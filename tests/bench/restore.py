@@ -26,7 +26,7 @@ from kvkeep.store.space import DEFAULT_CAPACITY
 
 N_TOKENS = 2048
 _PLAIN = "state.bin"
-_TARGET = AtMost(4.0)
+_TARGET = AtMost(2.5)
 # The state has 47 MB; threads that decompress it need some more.
 _PAGES = 128 << 20
 Steps = dict[str, float]

@@ -13,7 +13,19 @@ sys.path.append(str(Path(__file__).parent.parent / "support"))
 
 import runner
 
-BENCHES = ("restore", "save_cost", "background", "checkpoints", "growth", "compare", "lookup")
+BENCHES = (
+    "restore",
+    "first_token",
+    "save_cost",
+    "background",
+    "match",
+    "memory",
+    "opening",
+    "checkpoints",
+    "growth",
+    "compare",
+    "lookup",
+)
 
 
 def main() -> None:

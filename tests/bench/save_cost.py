@@ -38,7 +38,7 @@ def measure(run: Run) -> list[Figure]:
         f"{found['saves']} saves for {rounds} repetitions"
     )
     ratio = median_ratio(ours["wall"], copy["wall"])
-    return [Figure("saving, on the caller / one state copy", ratio, "x", AtMost(3.0), detail)]
+    return [Figure("saving, on the caller / one state copy", ratio, "x", AtMost(2.0), detail)]
 
 
 # -- in the child -------------------------------------------------------------------------------------------------
