@@ -378,7 +378,7 @@ def interrupt():
     begun.wait(60)
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
     threading.Timer(1.0, go_on.set).start()
-restore._Assembly._blob = lambda self, entry, layout: (blob if entry.start == 0 else slow)(self, entry, layout)
+restore._Assembly._blob = lambda self, entry, *more: (blob if entry.start == 0 else slow)(self, entry, *more)
 threading.Thread(target=interrupt).start()
 try:
     with attach(llm, root, break_even=False):

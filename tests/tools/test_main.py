@@ -18,7 +18,7 @@ COMMANDS = sorted(main.commands)
 
 def test_the_commands() -> None:
     names = ["budget", "compact", "ls", "migrate", "pin", "rm", "stats", "unpin", "verify"]
-    assert sorted([*names, "demo", "export", "import", "warm"]) == COMMANDS
+    assert sorted([*names, "bench", "demo", "export", "import", "warm"]) == COMMANDS
 
 
 def test_help_names_every_command(kvkeep: Kvkeep) -> None:
@@ -40,7 +40,7 @@ def test_every_command_has_help_with_the_shared_options(kvkeep: Kvkeep, command:
     assert result.output == kvkeep(command, "-h").output
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "demo"])
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in ("bench", "demo")])
 def test_help_names_the_default_folder(kvkeep: Kvkeep, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     monkeypatch.setenv("KVKEEP_PATH", "/somewhere/else")
     assert "[default: /somewhere/else]" in " ".join(kvkeep(command, "--help").output.split())

@@ -14,6 +14,7 @@ from kvkeep.tools.bench.ways import WAYS, Way
 Row = dict[str, Any]
 
 _SEED = 1
+_SINGLE_TOKENS = 8
 
 
 def load(model: str, settings: dict[str, Any]) -> Any:
@@ -32,10 +33,10 @@ def probe(model: str, settings: dict[str, Any], tokens: int) -> Row:
     began = time.perf_counter()
     llm = load(model, settings)
     load_seconds = time.perf_counter() - began
-    prompt = long_tokens(llm, min(tokens, usable_context(llm) - 1))
-    began = time.perf_counter()
-    llm.eval(prompt)
-    llama_library().llama_synchronize(llm.ctx)
+    prompt = long_tokens(llm, min(tokens, usable_context(llm) - _SINGLE_TOKENS))
+    prefill = _decode_seconds(llm, prompt)
+    # Room is left for them: a turn wants more.
+    single = sum(_decode_seconds(llm, prompt[:1]) for _ in range(_SINGLE_TOKENS))
     return {
         "name": llm.metadata.get("general.name", "") or Path(model).name,
         "architecture": llm.metadata.get("general.architecture", ""),
@@ -43,12 +44,21 @@ def probe(model: str, settings: dict[str, Any], tokens: int) -> Row:
         "n_ctx": llm.n_ctx(),
         "usable_context": usable_context(llm),
         "turn_tokens": turn_tokens(llm),
-        "tokens_per_second": len(prompt) / (time.perf_counter() - began),
-        "state_bytes_per_token": llama_library().llama_state_seq_get_size(llm.ctx, 0) / len(prompt),
+        "answer_tokens": len(Script(llm, [], CHATS[0]).answer(0)),
+        "tokens_per_second": len(prompt) / prefill,
+        "generated_per_second": _SINGLE_TOKENS / single,
+        "state_bytes_per_token": llama_library().llama_state_seq_get_size(llm.ctx, 0) / llm.n_tokens,
         "score_bytes": int(llm.scores.nbytes),
         "threads": llm.n_threads,
         "threads_batch": llm.n_threads_batch,
     }
+
+
+def _decode_seconds(llm: Any, tokens: list[int]) -> float:
+    began = time.perf_counter()
+    llm.eval(tokens)
+    llama_library().llama_synchronize(llm.ctx)
+    return time.perf_counter() - began
 
 
 def talk(model: str, settings: dict[str, Any], way: str, folder: str, system: int, turns: int, restarted: bool) -> Row:
@@ -144,7 +154,7 @@ def take(llm: Any, way: Way, decodes: Decodes, chat: str, prompt: list[int], ans
         if not taken.decoded:
             taken.first_seconds = time.perf_counter() - began
             taken.decoded = decodes.count - before
-        token = next(script)
+        token = next(script, llm.token_eos())
         scores[:] = float("-inf")
         scores[token] = 0.0
         return scores

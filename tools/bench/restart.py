@@ -51,7 +51,8 @@ def restart(model: str, settings: dict[str, Any], folder: str, way: str, length:
         )
     }
     prompt = long_tokens(llm, length) + Script(llm, [], CHATS[0]).prompt(0)
-    taken = take(llm, made, decodes, CHATS[0], prompt, _answer(llm))
+    with made.without_storing():
+        taken = take(llm, made, decodes, CHATS[0], prompt, _answer(llm))
     # Before it is closed: that looks up, too.
     split = {name: watch.seconds for name, watch in steps.items()}
     split["decode"] = taken.first_seconds - sum(split.values())
@@ -81,7 +82,7 @@ class _Loaded(Way):
 
 
 def _answer(llm: Any) -> list[int]:
-    return Script(llm, [], CHATS[0]).answer(0)[:1]
+    return [int(token) for token in llm.tokenize(b".", add_bos=False)][-1:]
 
 
 def _store(folder: str) -> Path:

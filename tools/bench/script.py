@@ -4,14 +4,11 @@ from typing import Any
 
 from kvkeep.tools.demo_prompt import WANTED_TOKENS, fitting_prompt
 
-ANSWER_TOKENS = 24
 CHATS = ("mail of last week", "photos of the summer")
 """The chat that is looked at, and the other one."""
 
 _QUESTION = "\nThe person says: please look after item {number} of my {chat}, and tell me what you have found.\nRobin says:"
-_ANSWER = (
-    " I have looked for it with the tools, compared it with what you have told me before, and put it where it belongs. {number}"
-)
+_ANSWER = " I have looked for item {number}, and it is done."
 
 
 def long_tokens(llm: Any, count: int) -> list[int]:
@@ -52,8 +49,11 @@ class Script:
         return tokens + self._question(turn)
 
     def answer(self, turn: int) -> list[int]:
-        """What the model is made to answer: `ANSWER_TOKENS` tokens."""
-        return (_tokens(self._llm, _ANSWER.format(number=turn)) * ANSWER_TOKENS)[:ANSWER_TOKENS]
+        """What the model is made to answer.
+
+        Never cut: `Llama` goes on generating behind a piece of a character, whatever its `max_tokens`.
+        """
+        return _tokens(self._llm, _ANSWER.format(number=turn))
 
     def left_behind(self, turn: int) -> list[int]:
         """What a context holds behind a turn: everything but the last token of the answer, which is never decoded."""
@@ -64,7 +64,7 @@ class Script:
 
 
 def turn_tokens(llm: Any) -> int:
-    """Tokens that a turn adds to a chat."""
+    """Tokens that a turn adds to a chat, its question and its answer."""
     return len(Script(llm, [], CHATS[0]).prompt(1)) - len(Script(llm, [], CHATS[0]).prompt(0))
 
 

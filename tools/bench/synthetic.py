@@ -14,6 +14,8 @@ from kvkeep.store.hashing import Fingerprint, digest_fields
 _F16, _F16_BYTES = 1, 2
 # Longer than any block's numbers are, so that no block repeats itself.
 _POOL_NUMBERS = 1 << 25
+# A smaller one has so many times the numbers of the state, so that two layers hardly ever begin near each other.
+_ROOM = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ def state(shape: Shape, n_tokens: int, seed: int) -> Bytes:
     buffer, made = blank([shape.layout], n_tokens)
     draw = np.random.default_rng(seed)
     # One pool for all, begun at another place for each layer: 4 GiB of numbers would take a minute to draw.
-    wanted = min(_POOL_NUMBERS, n_tokens * shape.token_bytes // _F16_BYTES)
-    pool = draw.standard_normal(max(wanted, 1), np.float32).astype("<f2").view(np.uint8)
+    wanted = min(_POOL_NUMBERS, _ROOM * n_tokens * shape.token_bytes // _F16_BYTES)
+    pool = draw.standard_normal(wanted, np.float32).astype("<f2").view(np.uint8)
     for array in made.caches[0].arrays:
         flat = array.reshape(-1)
         start = int(draw.integers(0, pool.size // _F16_BYTES)) * _F16_BYTES

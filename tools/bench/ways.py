@@ -2,12 +2,13 @@
 
 import ctypes
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from kvkeep.cache.adapters.loading import llama_library
 
-NO_CACHE, ATTACH, SEQUENCE_FILE = "no cache", "kvkeep attach", "sequence file"
+NO_CACHE, ATTACH, RAM_CACHE, SEQUENCE_FILE = "no cache", "kvkeep attach", "stock LlamaRAMCache", "sequence file"
 
 
 class Way:
@@ -28,6 +29,10 @@ class Way:
     def after(self, chat: str) -> None:
         """Behind an answer in this chat, in the thread that gave it."""
 
+    def without_storing(self) -> AbstractContextManager[None]:
+        """Nothing that is decoded in a `with` block is kept: the next repetition must find what this one has found."""
+        return nullcontext()
+
     def settle(self) -> None:
         """Wait for what is done behind: a person takes longer for the next question."""
 
@@ -41,11 +46,16 @@ class Way:
 
 
 class Attach(Way):
+    """Restores whatever can be restored, also where that is slower: from which length on it pays is what is to be found out."""
+
     def __init__(self, llm: Any, folder: Path) -> None:
         from kvkeep.cache import attach
 
         super().__init__(llm, folder)
-        self._keep = attach(llm, folder)
+        self._keep = attach(llm, folder, break_even=False)
+
+    def without_storing(self) -> AbstractContextManager[None]:
+        return self._keep.no_store()
 
     def settle(self) -> None:
         self._keep.flush()
@@ -113,9 +123,14 @@ WAYS: dict[str, type[Way]] = {
     ATTACH: Attach,
     "kvkeep LlamaDiskCache": DiskCache,
     "stock LlamaDiskCache": StockDiskCache,
-    "stock LlamaRAMCache": StockRAMCache,
+    RAM_CACHE: StockRAMCache,
     SEQUENCE_FILE: SequenceFile,
 }
+
+
+def keeps_on_disk(way: str) -> bool:
+    """Whether a way writes anything."""
+    return way not in (NO_CACHE, RAM_CACHE)
 
 
 def save_sequence(llm: Any, path: Path) -> None:
