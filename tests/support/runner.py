@@ -78,7 +78,7 @@ def _table(found: dict[str, list[Figure]]) -> Table:
     table = Table("of", "what", "figure", "target", "met?", "how it came about")
     for name, figures in found.items():
         for figure in figures:
-            value = f"{figure.value:.3f}" if figure.unit == "x" else f"{figure.value:,.0f}"
+            value = f"{figure.value:,.0f}" if figure.unit != "x" and figure.value >= 10 else f"{figure.value:.3f}"
             target = "" if figure.target is None else str(figure.target)
             table.add_row(name, figure.name, f"{value} {figure.unit}", target, _VERDICTS[figure.met], figure.detail)
         table.add_section()
