@@ -9,8 +9,7 @@ from kvkeep.store import checkpoints, namespaces, pins, windows
 from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import TooLarge, UsageError
-from kvkeep.store.frame import TOKEN_BYTES
-from kvkeep.store.hashing import PrefixHash, chain
+from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.namespaces import Namespace
 from kvkeep.store.pins import Pin
 from kvkeep.store.writing import Writing
@@ -52,9 +51,7 @@ def stored_of(connection: Connection, space: Namespace, tokens: bytes) -> Iterat
         space: whose tokens they are.
         tokens: the prefix, little-endian int32.
     """
-    root = PrefixHash(space.fingerprint)
-    size = space.block_tokens * TOKEN_BYTES
-    prompt = Prompt(tokens, [root, *chain(space.fingerprint, tokens, size)], space.block_tokens)
+    prompt = Prompt.of(space.fingerprint, tokens, space.block_tokens)
     yield from (node for node, _ in radix.walk(connection, prompt.borders, tokens, space.block_tokens))
     for slot, anchor in enumerate(prompt.borders):
         rest = prompt.rest(slot)

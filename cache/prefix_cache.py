@@ -23,8 +23,7 @@ from kvkeep.store import namespaces, pins, rows
 from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import CapacityError, StoreLocked, UsageError
-from kvkeep.store.frame import TOKEN_BYTES
-from kvkeep.store.hashing import BlobId, Fingerprint, PrefixHash, chain, prefix_of
+from kvkeep.store.hashing import BlobId, Fingerprint, PrefixHash
 from kvkeep.store.namespaces import Namespace
 from kvkeep.store.nodes import Node
 from kvkeep.store.repository import Repository
@@ -146,8 +145,7 @@ class PrefixCache:
         return Reason.OTHER_NAMESPACE if others else Reason.EMPTY
 
     def _prompt(self, data: bytes, block_tokens: int) -> Prompt:
-        root = self.identity.fingerprint
-        return Prompt(data, [PrefixHash(root), *chain(root, data, block_tokens * TOKEN_BYTES)], block_tokens)
+        return Prompt.of(self.identity.fingerprint, data, block_tokens)
 
     def restore(self, match: Match, tokens: Tokens, *, form: Form = Form.SEQUENCE, arch: str = "", seq_id: int = 0) -> Restored:
         """Read, verify and assemble what `match` found.
@@ -256,8 +254,7 @@ class PrefixCache:
 
     def key_of(self, tokens: Tokens) -> PrefixHash:
         """The prefix hash of some tokens, from the first one on."""
-        prompt = self._prompt(token_bytes(tokens), self.block_tokens)
-        return prefix_of(prompt.borders[-1], prompt.rest(len(prompt.borders) - 1))
+        return self._prompt(token_bytes(tokens), self.block_tokens).prefix
 
     def forget(self, tokens: Tokens) -> int:
         """Remove what holds the last one of these tokens behind the others, and all that stands on it. Returns how many."""

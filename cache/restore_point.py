@@ -17,7 +17,7 @@ from kvkeep.store import checkpoints, windows
 from kvkeep.store.checkpoints import Checkpoint
 from kvkeep.store.engine import Connection
 from kvkeep.store.frame import TOKEN_BYTES, Kind
-from kvkeep.store.hashing import BlobId, PrefixHash, prefix_of
+from kvkeep.store.hashing import BlobId, Fingerprint, PrefixHash, chain, prefix_of
 from kvkeep.store.windows import Window as WindowRow
 
 
@@ -35,9 +35,19 @@ class Prompt:
     borders: Sequence[PrefixHash]
     block_tokens: int
 
+    @classmethod
+    def of(cls, fingerprint: Fingerprint, tokens: bytes, block_tokens: int) -> "Prompt":
+        """A prompt with the hashes at its block borders."""
+        return cls(tokens, [PrefixHash(fingerprint), *chain(fingerprint, tokens, block_tokens * TOKEN_BYTES)], block_tokens)
+
     @property
     def n_tokens(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def prefix(self) -> PrefixHash:
+        """The prefix hash of all its tokens."""
+        return prefix_of(self.borders[-1], self.rest(len(self.borders) - 1))
 
     def rest(self, slot: int) -> bytes:
         """Its tokens from a block border to the next one."""

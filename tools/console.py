@@ -3,10 +3,34 @@
 import io
 import sys
 
+import click
 from rich.console import Console
+
+from kvkeep.store.errors import UsageError
 
 # A pipe has no width. Wide enough that no table is folded, because nobody reads the far end of a padded line there.
 _PIPE_WIDTH = 160
+
+
+def confirm(question: str, otherwise: str) -> None:
+    """Go on only if a person says so.
+
+    Args:
+        question: what is asked.
+        otherwise: why `--yes` is needed where nobody can be asked.
+
+    Raises:
+        UsageError: nobody can be asked.
+        click.Abort: the person says no.
+    """
+    if not can_ask():
+        raise UsageError(f"--yes is needed where nobody can be asked: {otherwise}")
+    click.confirm(question, abort=True, err=True)
+
+
+def can_ask() -> bool:
+    """Whether there is a person at a terminal."""
+    return sys.stdin.isatty()
 
 
 def make_console(*, quiet: bool = False, stderr: bool = False) -> Console:

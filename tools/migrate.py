@@ -1,7 +1,6 @@
 """`kvkeep migrate`: brings the index's schema up to date, or back to that of an older kvkeep."""
 
 import os
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ import click
 from rich.console import Console
 
 from kvkeep.store.errors import DamagedFile, DiskFull, MigrationFailed, StoreError, TooNew, UsageError
-from kvkeep.tools.console import make_console
+from kvkeep.tools.console import confirm, make_console
 from kvkeep.tools.folder import holds_a_store, nothing_there
 from kvkeep.tools.options import json_option, path_option, print_json
 from kvkeep.tools.progress import bytes_progress
@@ -158,14 +157,7 @@ def _look(path: Path, wanted: str) -> Way:
 
 
 def _ask(way: Way) -> None:
-    """Go on only if a person says so."""
-    if not _can_ask():
-        raise UsageError("--yes is needed where nobody can be asked: a way back takes away what the older schema can't hold")
-    click.confirm(f"Go back from schema {way.found} to {way.wanted}?", abort=True, err=True)
-
-
-def _can_ask() -> bool:
-    return sys.stdin.isatty()
+    confirm(f"Go back from schema {way.found} to {way.wanted}?", "a way back takes away what the older schema can't hold")
 
 
 # -- doing -------------------------------------------------------------------------------------------------------------

@@ -153,9 +153,6 @@ def _pinned(connection: "Connection", space: "Namespace", found: "Pin", key: "Pr
 
 def key_of_tokens(space: "Namespace", tokens: bytes) -> "PrefixHash":
     """The prefix hash of some tokens, by which they are named where they aren't stored as a prefix of their own."""
-    from kvkeep.store.frame import TOKEN_BYTES
-    from kvkeep.store.hashing import PrefixHash, chain, prefix_of
+    from kvkeep.cache.restore_point import Prompt
 
-    size_of_block = space.block_tokens * TOKEN_BYTES
-    borders = [PrefixHash(space.fingerprint), *chain(space.fingerprint, tokens, size_of_block)]
-    return prefix_of(borders[-1], tokens[(len(borders) - 1) * size_of_block :])
+    return Prompt.of(space.fingerprint, tokens, space.block_tokens).prefix

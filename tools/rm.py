@@ -1,6 +1,5 @@
 """`kvkeep rm`: removes prefixes, with whatever nobody else needs of them."""
 
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from kvkeep.store.errors import UsageError
 from kvkeep.tools.choice import chosen_spaces, named, short_ids
-from kvkeep.tools.console import make_console
+from kvkeep.tools.console import confirm, make_console
 from kvkeep.tools.folder import nothing_there, opened
 from kvkeep.tools.options import dry_run_option, json_option, model_option, path_option, print_json
 from kvkeep.tools.texts import Texts, texts
@@ -188,15 +187,8 @@ def _chosen(found: "Listing", wanted: Wanted) -> "list[Run]":
 
 
 def _ask(plan: Plan) -> None:
-    """Go on only if a person says so."""
-    if not _can_ask():
-        raise UsageError("--yes is needed where nobody can be asked: so many are removed at once")
     question = f"Remove {plural(len(plan.prefixes), 'prefix', 'prefixes')}, {size(plan.n_bytes)}?"
-    click.confirm(question, abort=True, err=True)
-
-
-def _can_ask() -> bool:
-    return sys.stdin.isatty()
+    confirm(question, "so many are removed at once")
 
 
 # -- doing -------------------------------------------------------------------------------------------------------------

@@ -106,11 +106,10 @@ class Texts:
 
     def _path_for(self, fingerprint: "Fingerprint") -> str | None:
         from kvkeep.cache.adapters.vocabulary import find_file
-        from kvkeep.store.namespaces import usage
+        from kvkeep.store.namespaces import ingredients
 
         with self._repository.rows() as connection:
-            # Asked once, because it counts everything that there is of each model.
-            self._ingredients = self._ingredients or {space.fingerprint: space.ingredients for space in usage(connection)}
+            self._ingredients = self._ingredients or ingredients(connection)
             return find_file(connection, fingerprint, self._ingredients.get(fingerprint, {}))
 
     def _load(self, path: str) -> "Vocabulary | None":

@@ -109,15 +109,14 @@ class LlamaDiskCache(BaseLlamaCache):
         return 0 if self._repository is None else self._repository.blobs.used_bytes
 
     def _find_longest_prefix_key(self, key: tuple[int, ...]) -> tuple[int, ...] | None:
-        length = max((match.length for match in self._matches(key)), default=0)
-        return tuple(key[:length]) if length else None
+        found = self._stored(key)
+        return None if found is None else tuple(key[: found.length])
 
-    def _matches(self, key: Sequence[int]) -> list[Match]:
+    def _stored(self, key: Sequence[int]) -> Match | None:
         if (bound := self._bound_to(asking_llama(self))) is not None:
-            found = bound.stored(key)
-            return [] if found is None else [found]
+            return bound.stored(key)
         by_hand = self._found_by_hand(key)
-        return [] if by_hand is None else [by_hand.match]
+        return None if by_hand is None else by_hand.match
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
         """The longest stored beginning of a key, for the model that asks; by hand, of the one state that can be meant.

@@ -16,7 +16,7 @@ from typing import Self
 
 from kvkeep.cache.bundle import taking
 from kvkeep.cache.bundle.format import MAGIC, VERSION, BundleFile, Record
-from kvkeep.cache.bundle.rows import check_order, check_value, prompt_of, row_of, unique
+from kvkeep.cache.bundle.rows import check_order, check_value, row_of, unique
 from kvkeep.cache.bundle.taking import Item, Taken
 from kvkeep.cache.bundle.writing import Exported, Prefixes, Progress, export, stored_bytes
 from kvkeep.cache.restore_point import Prompt
@@ -71,6 +71,7 @@ class Bundle:
         self.prefixes = head.prefixes
         self.n_entries = head.n_entries
         self.n_bytes = self._file.size
+        self._prompts = [Prompt.of(self.fingerprint, tokens, self.block_tokens) for tokens in self.prefixes]
         self._items: list[Item] | None = None
 
     @classmethod
@@ -108,14 +109,13 @@ class Bundle:
             StoreError: the file can't be read.
         """
         self._items = None
-        prompts = [prompt_of(self.fingerprint, tokens, self.block_tokens) for tokens in self.prefixes]
         items: list[Item] = []
         before: dict[PrefixHash, NewNode] = {}
         names: set[tuple[object, ...]] = set()
         progress(self.n_bytes - self._file.head.entries_bytes)
         for number, (record, at, value) in enumerate(self._file.entries()):
             try:
-                row = _checked(record, memoryview(value), prompts, before)
+                row = _checked(record, memoryview(value), self._prompts, before)
             except (IntegrityError, LayoutError) as error:
                 raise self._file.bad(f"its entry {number} is damaged: {error}") from error
             if unique(row) in names:
@@ -160,8 +160,7 @@ class Bundle:
         if self._items is None:
             self.verify(progress)
         assert self._items is not None
-        prompts = [prompt_of(self.fingerprint, tokens, self.block_tokens) for tokens in self.prefixes]
-        return taking.take(repository, self._file, self._items, prompts, pin=pin, progress=progress)
+        return taking.take(repository, self._file, self._items, self._prompts, pin=pin, progress=progress)
 
 
 def _checked(record: Record, value: memoryview, prompts: Sequence[Prompt], before: dict[PrefixHash, NewNode]) -> NewRow:

@@ -21,17 +21,12 @@ from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import BadFrame, HashMismatch, UnknownLayout
 from kvkeep.store.frame import TOKEN_BYTES, FrameHeader, Kind
-from kvkeep.store.hashing import Fingerprint, PrefixHash, blob_id, chain, extend, prefix_of
+from kvkeep.store.hashing import PrefixHash, blob_id, extend, prefix_of
 from kvkeep.store.nodes import NewNode, Node
 from kvkeep.store.rows import NewRow
 from kvkeep.store.verify import verified
 from kvkeep.store.windows import NewWindow, Window
 from kvkeep.store.writing import NewEntry
-
-
-def prompt_of(fingerprint: Fingerprint, tokens: bytes, block_tokens: int) -> Prompt:
-    """A prefix with the hashes at its block borders."""
-    return Prompt(tokens, [PrefixHash(fingerprint), *chain(fingerprint, tokens, block_tokens * TOKEN_BYTES)], block_tokens)
 
 
 def record_of(row: NewRow, prefix: int, root: PrefixHash) -> Record:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from kvkeep.cache.bundle.format import RECORD_BYTES, Head, Seal
-from kvkeep.cache.bundle.rows import as_row, cut, cut_key, prompt_of, reached, record_of, taken, unique
+from kvkeep.cache.bundle.rows import as_row, cut, cut_key, reached, record_of, taken, unique
 from kvkeep.cache.eviction import key_of
 from kvkeep.cache.pinned import stored_of
 from kvkeep.cache.restore_point import Prompt
@@ -90,13 +90,13 @@ def export(repository: Repository, prefixes: Prefixes, file: Path, progress: Pro
     _check_target(file)
     with repository.rows() as connection:
         wanted = _wanted(connection, space, prompts)
-        label, ingredients = _described(connection, space)
+        ingredients = namespaces.ingredients(connection).get(space.fingerprint, {})
         tables = rows.tables_in_use(connection, space.id)
     keys = [key_of(one.entry) for one in wanted]
     written: list[NewRow] = []
     with repository.holding(keys), _beside(file) as out:
         tokens = tuple(prompt.tokens for prompt in prompts)
-        head = Head(space.fingerprint, label, ingredients, space.block_tokens, tokens, len(wanted), 0)
+        head = Head(space.fingerprint, space.label, ingredients, space.block_tokens, tokens, len(wanted), 0)
         # Sizes of what is cut are known only at the end, and a head doesn't grow by a number.
         out.write(head.pack())
         seal = Seal(space.fingerprint)
@@ -129,12 +129,7 @@ def _one_model(prefixes: Prefixes) -> tuple[Namespace, list[Prompt]]:
     [space] = spaces.values()
     if not all(tokens for _, tokens in prefixes):
         raise UsageError("an empty prefix can't be exported; it has at least one token")
-    return space, [prompt_of(space.fingerprint, tokens, space.block_tokens) for tokens in dict.fromkeys(t for _, t in prefixes)]
-
-
-def _described(connection: Connection, space: Namespace) -> tuple[str, dict[str, str]]:
-    found = next((one for one in namespaces.usage(connection) if one.fingerprint == space.fingerprint), None)
-    return (space.label, {}) if found is None else (found.label, found.ingredients)
+    return space, [Prompt.of(space.fingerprint, tokens, space.block_tokens) for tokens in dict.fromkeys(t for _, t in prefixes)]
 
 
 def _wanted(connection: Connection, space: Namespace, prompts: Sequence[Prompt]) -> list[_Wanted]:

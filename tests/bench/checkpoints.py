@@ -4,8 +4,7 @@ On a random hybrid of 50 million parameters (LFM2's architecture), because no re
 repetition is a prompt that nothing is known of; with the cache and without, alternating.
 """
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import children
 import llamas
 import models
 from figures import AtMost, Figure, Run, median_ratio, ms
-from llama_cpp import Llama
 from models import Tensor, norm, weight
 
 from kvkeep.cache.adapters.attach import attach
@@ -74,25 +72,16 @@ def _prompts(model: str, folder: str, rounds: int, length: int) -> dict[str, Any
     for i in range(rounds + 1):
         prompt = llamas.random_tokens(length, seed=i, n_vocab=models.N_VOCAB)
         llamas.forget(llm)
-        times["without"].append(_first_token(llm, prompt))
+        times["without"].append(llamas.first_token_seconds(llm, prompt))
         llamas.forget(llm)
         with attach(llm, Path(folder) / f"root-{length}") as keep:
             assert keep.flush()
-            times["with"].append(_first_token(llm, prompt))
+            times["with"].append(llamas.first_token_seconds(llm, prompt))
             points = keep._session._live.points.positions
             assert keep.last is not None
             assert keep.last.length == 0
     # The first of each pays for imports and first touches.
     return {name: seconds[1:] for name, seconds in times.items()} | {"points": points}
-
-
-def _first_token(llm: Llama, prompt: Sequence[int]) -> float:
-    began = time.perf_counter()
-    stream = llm.generate(prompt, temp=0.0)
-    next(stream)
-    seconds = time.perf_counter() - began
-    stream.close()
-    return seconds
 
 
 if __name__ == "__main__":

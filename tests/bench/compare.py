@@ -10,8 +10,7 @@ from typing import Any
 
 import children
 import llama_cpp
-import llamas
-import models
+import real
 import texts
 from figures import Figure, Run, disk_bytes
 from llama_cpp import Llama
@@ -125,7 +124,7 @@ _WAYS: dict[str, Callable[[Llama, str], Any]] = {
 
 
 def _talk(way: str, folder: str, system: int, messages: list[texts.Message], first: int, turns: int) -> dict[str, Any]:
-    llm = llamas.load_with_usual_threads(models.smollm2(), n_ctx=4096, n_batch=512)
+    llm = real.load()
     if not messages:
         messages = [{"role": "system", "content": texts.system_prompt(llm, system)}]
     began = time.perf_counter()

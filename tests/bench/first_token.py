@@ -7,7 +7,7 @@ from typing import Any
 
 import children
 import llamas
-import models
+import real
 import texts
 from figures import AtMost, Figure, Run
 from llama_cpp import Llama
@@ -55,50 +55,37 @@ def measure(run: Run) -> list[Figure]:
 # -- in the children ----------------------------------------------------------------------------------------------
 
 
-def _load() -> Llama:
-    return llamas.load_with_usual_threads(models.smollm2(), n_ctx=4096, n_batch=512)
-
-
 def _prompts(llm: Llama, number: int) -> tuple[list[int], list[int]]:
     chat = texts.long_tokens(llm, _CHAT)
     return chat, [*chat, *llamas.random_tokens(_NEW, seed=number)]
 
 
-def _seconds(llm: Llama, prompt: list[int]) -> float:
-    began = time.perf_counter()
-    stream = llm.generate(prompt, temp=0.0)
-    next(stream)
-    seconds = time.perf_counter() - began
-    stream.close()
-    return seconds
-
-
 def _store(root: str) -> dict[str, Any]:
-    llm = _load()
+    llm = real.load()
     with attach(llm, Path(root)):
-        _seconds(llm, _prompts(llm, 0)[0])
+        llamas.first_token_seconds(llm, _prompts(llm, 0)[0])
     return {}
 
 
 def _live(number: int) -> dict[str, Any]:
-    llm = _load()
+    llm = real.load()
     chat, turn = _prompts(llm, number)
-    _seconds(llm, chat)
-    return {"seconds": _seconds(llm, turn)}
+    llamas.first_token_seconds(llm, chat)
+    return {"seconds": llamas.first_token_seconds(llm, turn)}
 
 
 def _restart(root: str, number: int) -> dict[str, Any]:
-    llm = _load()
+    llm = real.load()
     _, turn = _prompts(llm, number)
     with attach(llm, Path(root), break_even=False) as keep:
-        seconds = _seconds(llm, turn)
+        seconds = llamas.first_token_seconds(llm, turn)
         assert keep.last is not None
         assert keep.last.length == _CHAT
         return {"seconds": seconds, "restore": keep.last.seconds}
 
 
 def _miss(root: str, rounds: int) -> dict[str, Any]:
-    llm = _load()
+    llm = real.load()
     settle, prefill = [], []
     with attach(llm, Path(root)) as keep:
         for number in range(rounds + 1):

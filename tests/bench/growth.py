@@ -8,10 +8,9 @@ from typing import Any
 import children
 import llama_cpp
 import llamas
-import models
+import real
 import texts
 from figures import AtMost, Figure, Run, disk_bytes
-from llama_cpp import Llama
 
 from kvkeep.cache.adapters.attach import attach
 from kvkeep.store import namespaces
@@ -98,12 +97,8 @@ def _chat(run: Run, turns: int) -> list[Figure]:
 # -- in the children ----------------------------------------------------------------------------------------------
 
 
-def _load() -> Llama:
-    return llamas.load_with_usual_threads(models.smollm2(), n_ctx=4096, n_batch=512)
-
-
 def _ask(root: str, number: int) -> dict[str, Any]:
-    llm: Any = _load()
+    llm: Any = real.load()
     messages = [
         {"role": "system", "content": texts.system_prompt(llm, _SYSTEM_TOKENS)},
         {"role": "user", "content": texts.question(number)},
@@ -129,7 +124,7 @@ def _usage(root: str) -> dict[str, int]:
 
 
 def _chat_in_one_process(root: str, turns: int) -> dict[str, Any]:
-    llm = _load()
+    llm = real.load()
     tokens: list[int] = llm.tokenize(b"<|im_start|>system\nYou answer briefly.<|im_end|>\n", special=True)
     before = _written()
     with attach(llm, root, break_even=False) as keep:

@@ -8,11 +8,9 @@ from typing import Any
 
 import children
 import llama_cpp
-import llamas
-import models
+import real
 import texts
 from figures import AtMost, Figure, Run
-from llama_cpp import Llama
 
 from kvkeep.cache.adapters.attach import attach
 
@@ -62,12 +60,8 @@ def _anonymous_bytes() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def _load() -> Llama:
-    return llamas.load_with_usual_threads(models.smollm2(), n_ctx=4096, n_batch=512)
-
-
 def _save(root: str) -> dict[str, Any]:
-    llm = _load()
+    llm = real.load()
     with attach(llm, Path(root), break_even=False) as keep:
         stream = llm.generate(texts.long_tokens(llm, N_TOKENS), temp=0.0)
         next(stream)
@@ -79,7 +73,7 @@ def _save(root: str) -> dict[str, Any]:
 
 
 def _restore(root: str) -> dict[str, Any]:
-    llm = _load()
+    llm = real.load()
     tokens = texts.long_tokens(llm, N_TOKENS)
     with attach(llm, Path(root), break_even=False) as keep:
         stream = llm.generate([*tokens, 1], temp=0.0)

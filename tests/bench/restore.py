@@ -11,8 +11,8 @@ from typing import Any
 
 import children
 import llamas
-import models
 import numpy as np
+import real
 import texts
 from figures import AtMost, Figure, Run, median_ratio, ms
 from llama_cpp import Llama
@@ -75,13 +75,9 @@ def _totals(rows: list[Steps]) -> list[float]:
 # -- in the children ----------------------------------------------------------------------------------------------
 
 
-def _load() -> Llama:
-    return llamas.load_with_usual_threads(models.smollm2(), n_ctx=4096, n_batch=512)
-
-
 def _store(folder: str) -> dict[str, Any]:
     """Decode once, and leave the state behind in both ways."""
-    llm = _load()
+    llm = real.load()
     tokens = texts.long_tokens(llm, N_TOKENS)
     with attach(llm, Path(folder) / "root") as keep:
         began = time.perf_counter()
@@ -139,7 +135,7 @@ class _Plain:
 
 
 def _first(kind: type[_Ours] | type[_Plain], folder: str) -> Steps:
-    llm = _load()
+    llm = real.load()
     way = kind(llm, folder)
     children.pages_at_hand(_PAGES)
     steps = way.once()
@@ -148,7 +144,7 @@ def _first(kind: type[_Ours] | type[_Plain], folder: str) -> Steps:
 
 
 def _within(folder: str, rounds: int) -> dict[str, Any]:
-    llm = _load()
+    llm = real.load()
     ours, plain = _Ours(llm, folder), _Plain(llm, folder)
     rows: dict[str, list[Steps]] = {"ours": [], "plain": []}
     for _ in range(rounds + 1):

@@ -14,8 +14,8 @@ from typing import Any
 import children
 import llama_cpp
 import llamas
-import models
 import numpy as np
+import real
 import texts
 from figures import AtMost, Figure, Run, median_ratio, ms
 from llama_cpp import Llama
@@ -45,7 +45,7 @@ def measure(run: Run) -> list[Figure]:
 
 
 def _save(folder: str, rounds: int) -> dict[str, Any]:
-    llm = llamas.load_with_usual_threads(models.smollm2(), n_ctx=4096, n_batch=512)
+    llm = real.load()
     base = texts.long_tokens(llm, N_TOKENS - _NEW_TOKENS)
     times: dict[str, dict[str, list[float]]] = {name: {"wall": [], "cpu": []} for name in ("ours", "copy")}
     with attach(llm, Path(folder) / "root") as keep:

@@ -1,6 +1,7 @@
 """Real llama.cpp contexts for tests: settings, logits, and states read straight from the C API."""
 
 import ctypes
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +91,16 @@ def forget(llm: Llama) -> None:
 def load_with_usual_threads(path: str, **options: Any) -> Llama:
     """The same with as many threads as `Llama` takes by itself: for models of a real size."""
     return load(path, n_threads=None, n_threads_batch=None, **options)
+
+
+def first_token_seconds(llm: Llama, prompt: Sequence[int]) -> float:
+    """What somebody waits who asks for a greedy answer to this prompt."""
+    began = time.perf_counter()
+    stream = llm.generate(prompt, temp=0.0)
+    next(stream)
+    seconds = time.perf_counter() - began
+    stream.close()
+    return seconds
 
 
 def n_decoded(llm: Llama) -> int:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import click.testing
 import llamas
 import pytest
@@ -117,3 +118,17 @@ def held_by(path: Path) -> tuple[list[Any], dict[str, int], set[bytes]]:
             dict(map(tuple, snapshot.connection.execute(setting.select()))),
             set(snapshot.blobs.ids()),
         )
+
+
+def person_who_says(monkeypatch: pytest.MonkeyPatch, yes: bool) -> list[str]:
+    """Somebody at the terminal, who answers all questions alike. Returns the questions, as they come."""
+    asked: list[str] = []
+
+    def confirm(question: str, **_options: object) -> None:
+        asked.append(question)
+        if not yes:
+            raise click.Abort
+
+    monkeypatch.setattr("kvkeep.tools.console.can_ask", lambda: True)
+    monkeypatch.setattr("click.confirm", confirm)
+    return asked

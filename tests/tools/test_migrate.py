@@ -19,7 +19,7 @@ from kvkeep.store.registry import close_root, open_root
 from kvkeep.store.schema import REVISION
 from kvkeep.tools import migrate as module
 
-from .conftest import CHATS, Kvkeep, held_by, id_of, keep, listed
+from .conftest import CHATS, Kvkeep, held_by, id_of, keep, listed, person_who_says
 
 OLD = "0.1.0"
 
@@ -348,15 +348,7 @@ def test_a_way_back_says_what_is_lost_and_needs_a_yes(kvkeep: Kvkeep, chats: Pat
 
 @pytest.mark.parametrize("agrees", [True, False])
 def test_a_person_is_asked(kvkeep: Kvkeep, chats: Path, monkeypatch: pytest.MonkeyPatch, agrees: bool) -> None:
-    questions: list[str] = []
-
-    def confirm(question: str, **_options: object) -> None:
-        questions.append(question)
-        if not agrees:
-            raise module.click.Abort
-
-    monkeypatch.setattr(module, "_can_ask", lambda: True)
-    monkeypatch.setattr("click.confirm", confirm)
+    questions = person_who_says(monkeypatch, agrees)
     result = kvkeep("migrate", "--to", OLD, "--path", chats)
     assert result.exit_code == (0 if agrees else 1)
     assert questions == [f"Go back from schema {REVISION} to {OLD}?"]

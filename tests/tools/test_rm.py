@@ -14,7 +14,7 @@ from synthetic import ATTENTION, HYBRID, RECURRENT, window_model
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.tools import rm as rm_module
 
-from .conftest import CHATS, SYSTEM, Kvkeep, held_by, id_of, keep, listed, opened
+from .conftest import CHATS, SYSTEM, Kvkeep, held_by, id_of, keep, listed, opened, person_who_says
 
 
 def restorable(path: Path, made: Any = ATTENTION) -> list[int]:
@@ -141,15 +141,7 @@ def test_many_at_once_need_a_yes_where_nobody_can_be_asked(kvkeep: Kvkeep, chats
 
 @pytest.mark.parametrize(("answer", "left"), [(True, 0), (False, 3)])
 def test_a_person_is_asked(kvkeep: Kvkeep, chats: Path, monkeypatch: pytest.MonkeyPatch, answer: bool, left: int) -> None:
-    asked: list[str] = []
-
-    def confirm(question: str, **_options: object) -> None:
-        asked.append(question)
-        if not answer:
-            raise rm_module.click.Abort
-
-    monkeypatch.setattr(rm_module, "_can_ask", lambda: True)
-    monkeypatch.setattr("click.confirm", confirm)
+    asked = person_who_says(monkeypatch, answer)
     result = kvkeep("rm", "--path", chats, "--all")
     assert result.exit_code == (0 if answer else 1)
     assert asked[0].startswith("Remove 3 prefixes, ")
