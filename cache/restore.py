@@ -16,8 +16,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from kvkeep.cache import planes
-from kvkeep.cache.layout import Bytes, Cells, unpack_all
+from kvkeep.cache.layout import Bytes, unpack_all
 from kvkeep.cache.match import Match
+from kvkeep.cache.planes import Planes
 from kvkeep.cache.state import Form, Windowed, blank
 from kvkeep.store.blobs import BlobReader
 from kvkeep.store.checkpoints import Checkpoint
@@ -179,15 +180,16 @@ class _Assembly:
         if tensors is not None and state.recurrent is not None:
             planes.join_run(tensors, state.recurrent.data)
 
+        targets = {False: [Planes(cells) for cells in state.caches], True: [Planes(state.window)] if state.window else []}
+
         def scatter(index: int) -> None:
             piece = self._pieces[index]
-            first = firsts[piece.in_window]
-            cells = [found for found in ([state.window] if piece.in_window else state.caches) if found is not None]
+            first, caches = firsts[piece.in_window], targets[piece.in_window]
             if index == self._firsts[piece.in_window]:
-                _scatter(piece, first.payload, cells)
+                _scatter(piece, first.payload, caches)
             else:
                 with self._scratch() as scratch:
-                    _scatter(piece, self._blob(piece.entry, first.layout, scratch).payload, cells)
+                    _scatter(piece, self._blob(piece.entry, first.layout, scratch).payload, caches)
 
         self._check(_all(len(self._pieces), scatter))
         return buffer
@@ -265,16 +267,15 @@ def _in_window(match: Match) -> Iterator[_Piece]:
         cell += take
 
 
-def _scatter(piece: _Piece, payload: Bytes, caches: Sequence[Cells]) -> None:
+def _scatter(piece: _Piece, payload: Bytes, caches: Sequence[Planes]) -> None:
     """Put a blob's tokens into their cells; its caches stand one behind the other."""
     n_tokens = piece.entry.n_tokens
-    sizes = [planes.payload_bytes(cells.layout, n_tokens) for cells in caches]
+    sizes = [cells.token_bytes * n_tokens for cells in caches]
     if sum(sizes) != payload.size:
         raise HashMismatch(f"{n_tokens} tokens have {sum(sizes)} bytes here, the payload has {payload.size}")
     at = 0
     for cells, size in zip(caches, sizes, strict=True):
-        own = payload[at : at + size]
-        planes.join(cells.layout, own, n_tokens, piece.take, cells.arrays, piece.cell, skip=piece.skip)
+        cells.join(payload[at : at + size], n_tokens, piece.take, piece.cell, skip=piece.skip)
         at += size
 
 

@@ -104,9 +104,7 @@ def find(
     if not memory.is_recurrent and memory.has_attention:
         deepest = rows.deepest(length)
         best = (at(deepest) if deepest else None) or best
-    for point in along(connection, prompt, seq_id, without):
-        if point.pos <= best.length:
-            break
+    for point in along(connection, prompt, seq_id, without, above=best.length):
         if point.kind == Kind.OPAQUE:
             return RestorePoint(point.pos, checkpoint=point)
         if memory.is_recurrent and point.pos <= length and (found := at(point.pos, point)) is not None:
@@ -114,17 +112,22 @@ def find(
     return best
 
 
-def along(connection: Connection, prompt: Prompt, seq_id: int, without: Collection[BlobId] = ()) -> Iterator[Checkpoint]:
-    """Checkpoints that were taken on the way through the prompt, the deepest first."""
-    present = checkpoints.anchors(connection, prompt.borders, seq_id)
-    for slot in range(len(prompt.borders) - 1, -1, -1):
+def along(
+    connection: Connection, prompt: Prompt, seq_id: int, without: Collection[BlobId] = (), *, above: int = 0
+) -> Iterator[Checkpoint]:
+    """Checkpoints that were taken on the way through the prompt, at positions `above` this one, the deepest first."""
+    if above >= prompt.n_tokens:
+        return
+    lowest = above // prompt.block_tokens
+    present = checkpoints.anchors(connection, prompt.borders[lowest:], seq_id)
+    for slot in range(len(prompt.borders) - 1, lowest - 1, -1):
         anchor = prompt.borders[slot]
         if anchor not in present:
             continue
         for point in checkpoints.along(connection, anchor, prompt.rest(slot), seq_id):
             behind = point.pos - slot * prompt.block_tokens
             fits = behind * TOKEN_BYTES == len(point.path) and point.prefix == prefix_of(anchor, point.path)
-            if fits and point.pos > 0 and point.blob not in without:
+            if fits and point.pos > above and point.blob not in without:
                 yield point
 
 

@@ -9,11 +9,10 @@ anything else        one whole state
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvkeep.cache import budget, planes, points, radix
 from kvkeep.cache.batches import Batches, Saved
-from kvkeep.cache.layout import Bytes, Cells, pack_all
+from kvkeep.cache.cutter import Cutter, in_order, last_run
+from kvkeep.cache.layout import Bytes, Cells
 from kvkeep.cache.memory import MemoryKind
 from kvkeep.cache.points import Point
 from kvkeep.cache.restore_point import Prompt, along, is_filed
@@ -86,8 +85,9 @@ class Saver:
             self._wholes(data, form, list(below.values()))
         else:
             if state.caches:
-                self._blocks(state.caches)
-                self._tail(state.caches)
+                caches = Cutter(state.caches)
+                self._blocks(caches)
+                self._tail(caches)
             self._parts(state, self._prompt.n_tokens)
             # What follows may be refused, and what there is by now is good. Also, what is only queued isn't seen.
             self._batches.commit()
@@ -107,12 +107,12 @@ class Saver:
             # Another memory behind the same model kind: kept whole, slower and bigger, never wrong.
             return None
         wanted = self._prompt.n_tokens
-        caches = tuple(_in_order(cells, wanted) for cells in state.caches)
+        caches = tuple(in_order(cells, wanted) for cells in state.caches)
         return State(caches, state.window, state.recurrent)
 
     # -- attention caches -----------------------------------------------------------------------------------------
 
-    def _blocks(self, caches: Sequence[Cells]) -> None:
+    def _blocks(self, caches: Cutter) -> None:
         with self._writing.index.read() as connection:
             stored = nodes.by_keys(connection, self._borders[1:])
             occupied = nodes.anchors(connection, self._borders)
@@ -138,7 +138,7 @@ class Saver:
                     break
                 self._batches.replace(piece)
 
-    def _tail(self, caches: Sequence[Cells]) -> None:
+    def _tail(self, caches: Cutter) -> None:
         full = len(self._borders) - 1
         anchor = self._borders[-1]
         rest = self._prompt.rest(full)
@@ -158,14 +158,11 @@ class Saver:
         start = full * self._block_tokens + done // TOKEN_BYTES
         self._node(caches, parent, anchor, rest, rest[done:], start)
 
-    def _node(
-        self, caches: Sequence[Cells], parent: PrefixHash, anchor: PrefixHash, path: bytes, tokens: bytes, start: int
-    ) -> None:
+    def _node(self, caches: Cutter, parent: PrefixHash, anchor: PrefixHash, path: bytes, tokens: bytes, start: int) -> None:
         """Cut, encode and queue one node."""
         key = extend(parent, tokens)
         n_tokens = len(tokens) // TOKEN_BYTES
-        header = FrameHeader(Kind.BLOCK, key, parent, start, tokens, pack_all([cells.layout for cells in caches]))
-        plain = _framed(header, caches, start, start + n_tokens)
+        plain = caches.frame(FrameHeader(Kind.BLOCK, key, parent, start, tokens, caches.layout), start)
         value = codec.encode(plain)
         row = NewNode(key, parent, anchor, path, start, n_tokens, blob_id(plain.data), len(value), plain.size)
         self._batches.add(NewEntry(row, value))
@@ -175,7 +172,7 @@ class Saver:
     def _parts(self, state: State, pos: int) -> None:
         """The window and the recurrent tensors of a state of `pos` tokens."""
         if state.window is not None:
-            self._window(_last_run(state.window, pos), pos)
+            self._window(last_run(state.window, pos), pos)
             self._batches.commit()
         if state.recurrent is not None:
             self._recurrent(state.recurrent, pos)
@@ -183,6 +180,7 @@ class Saver:
     def _window(self, cells: Cells, pos: int) -> None:
         """The windowed cache, block by block, as far as it isn't stored."""
         first = pos - len(cells.positions)
+        cutter = Cutter([cells])
         for slot in range(first // self._block_tokens, -(-pos // self._block_tokens)):
             self._pause()
             border = slot * self._block_tokens
@@ -196,8 +194,7 @@ class Saver:
                 continue
             key = extend(anchor, path)
             tokens = path[(start - border) * TOKEN_BYTES :]
-            header = FrameHeader(Kind.WINDOW, key, anchor, start, tokens, cells.layout.pack())
-            plain = _framed(header, [cells], start - first, end - first)
+            plain = cutter.frame(FrameHeader(Kind.WINDOW, key, anchor, start, tokens, cutter.layout), start - first)
             value = codec.encode(plain)
             row = NewWindow(key, anchor, path, start, end - start, blob_id(plain.data), len(value), plain.size)
             self._batches.add(NewEntry(row, value))
@@ -276,52 +273,3 @@ class Saver:
         )
         if drop:
             self._writing.remove([found[i] for i in drop])
-
-
-def _framed(header: FrameHeader, caches: Sequence[Cells], first: int, end: int) -> Bytes:
-    """A plain frame with the cells `first` to `end - 1` of each cache."""
-    sizes = [planes.payload_bytes(cells.layout, end - first) for cells in caches]
-    plain, payload = frame.allocate(header, sum(sizes))
-    at = 0
-    for cells, size in zip(caches, sizes, strict=True):
-        arrays = tuple(array[:, first:end, :] for array in cells.arrays)
-        planes.split(cells.layout, arrays, payload[at : at + size])
-        at += size
-    return plain
-
-
-def _in_order(cells: Cells, n_tokens: int) -> Cells:
-    """The cells in the order of their positions.
-
-    Cells are taken by their position, never by their place: after a cut-back or a shift llama.cpp fills holes.
-
-    Raises:
-        UnknownLayout: the cells aren't exactly the positions 0 to n_tokens - 1.
-    """
-    order = np.argsort(cells.positions, kind="stable")
-    if not np.array_equal(cells.positions[order], np.arange(n_tokens)):
-        found = f"{cells.positions.size} cells from {cells.positions.min()} to {cells.positions.max()}"
-        raise UnknownLayout(f"the state should hold the positions 0 to {n_tokens - 1}, it holds {found}")
-    return _taken(cells, order)
-
-
-def _last_run(cells: Cells, end: int) -> Cells:
-    """The unbroken run of positions that ends before `end`, in order.
-
-    A ring of cells keeps some that the window has left, with gaps where others were written over.
-
-    Raises:
-        UnknownLayout: there are positions behind, or twice, or the last one is missing.
-    """
-    order = np.argsort(cells.positions, kind="stable")
-    positions = cells.positions[order]
-    if positions[-1] != end - 1 or (np.diff(positions) == 0).any():
-        raise UnknownLayout(f"the window should end at position {end - 1}, it ends at {positions[-1]}")
-    breaks = np.flatnonzero(np.diff(positions) != 1)
-    return _taken(cells, order[breaks[-1] + 1 :] if breaks.size else order)
-
-
-def _taken(cells: Cells, order: "np.typing.NDArray[np.intp]") -> Cells:
-    if np.array_equal(order, np.arange(len(cells.positions))):
-        return cells
-    return Cells(cells.layout, cells.positions[order], tuple(array[:, order, :] for array in cells.arrays))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, exists, select
+from sqlalchemy import Connection, bindparam, exists, select, union_all
 
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import BlobId, PrefixHash
@@ -69,16 +69,11 @@ _FIELDS = (
 _TYPES = (bytes, bytes, bytes, bytes, int, int, bytes, int, int, int, int, float)
 # Statements are built once: building one costs as much as running it.
 _BY_KEYS = select(*_FIELDS).where(node.c.key.in_(bindparam("keys", expanding=True)))
-_BELOW = (
-    select(*_FIELDS)
-    .where(node.c.anchor == bindparam("anchor"), node.c.path <= bindparam("path"))
-    .order_by(node.c.path.desc())
-    .limit(1)
-)
-_ABOVE = (
-    select(*_FIELDS).where(node.c.anchor == bindparam("anchor"), node.c.path > bindparam("path")).order_by(node.c.path).limit(1)
-)
-_SLOT = select(*_FIELDS).where(node.c.anchor == bindparam("anchor")).order_by(node.c.path)
+_AT = select(*_FIELDS).where(node.c.anchor == bindparam("anchor"))
+_BELOW = _AT.where(node.c.path <= bindparam("path")).order_by(node.c.path.desc()).limit(1)
+_ABOVE = _AT.where(node.c.path > bindparam("path")).order_by(node.c.path).limit(1)
+_NEIGHBOURS = union_all(_BELOW.subquery().select(), _ABOVE.subquery().select())
+_SLOT = _AT.order_by(node.c.path)
 _ANCHORS = select(node.c.anchor).where(node.c.anchor.in_(bindparam("anchors", expanding=True))).distinct()
 _CHILD = (
     select(node.c.id).where(node.c.parent == bindparam("key"), node.c.id.not_in(bindparam("besides", expanding=True))).limit(1)
@@ -92,7 +87,8 @@ def by_keys(connection: Connection, keys: Sequence[PrefixHash]) -> dict[PrefixHa
     """Those of `keys` that are stored."""
     found: dict[PrefixHash, Node] = {}
     for piece in in_pieces(keys):
-        for row in connection.execute(_BY_KEYS, {"keys": piece}):
+        # All at once: one by one they cost more than the search.
+        for row in connection.execute(_BY_KEYS, {"keys": piece}).all():
             found[row.key] = _node(row)
     return found
 
@@ -103,9 +99,7 @@ def neighbours(connection: Connection, anchor: PrefixHash, path: bytes) -> list[
     In an ordered set of strings the one that shares the longest prefix with a given string stands next to it, so one
     of these shares the most tokens with `path`.
     """
-    values = {"anchor": anchor, "path": path}
-    rows = (connection.execute(statement, values).first() for statement in (_BELOW, _ABOVE))
-    return [_node(row) for row in rows if row is not None]
+    return [_node(row) for row in connection.execute(_NEIGHBOURS, {"anchor": anchor, "path": path})]
 
 
 def slot(connection: Connection, anchor: PrefixHash) -> list[Node]:

@@ -10,7 +10,7 @@ from typing import Any
 from kvkeep.store.errors import DamagedFile
 
 
-def typed(row: Sequence[Any], types: Sequence[type], what: str) -> Sequence[Any]:
+def typed(row: Sequence[Any], types: tuple[type, ...], what: str) -> Sequence[Any]:
     """The same row.
 
     Args:
@@ -21,7 +21,9 @@ def typed(row: Sequence[Any], types: Sequence[type], what: str) -> Sequence[Any]
     Raises:
         DamagedFile: a value is of another type.
     """
-    for value, wanted in zip(row, types, strict=True):
-        if type(value) is not wanted:
-            raise DamagedFile(f"a row of {what} has {type(value).__name__} where {wanted.__name__} belongs")
+    # Compared as a whole: a match reads a row for each block of a prompt.
+    if (found := (*map(type, row),)) != types:
+        for got, wanted in zip(found, types, strict=True):
+            if got is not wanted:
+                raise DamagedFile(f"a row of {what} has {got.__name__} where {wanted.__name__} belongs")
     return row

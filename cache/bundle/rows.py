@@ -13,7 +13,8 @@ import numpy as np
 
 from kvkeep.cache import planes
 from kvkeep.cache.bundle.format import Record
-from kvkeep.cache.layout import Bytes, unpack_all
+from kvkeep.cache.layout import Cells, unpack_all
+from kvkeep.cache.planes import Planes
 from kvkeep.cache.radix import common_tokens
 from kvkeep.cache.restore_point import Prompt
 from kvkeep.store import codec, frame
@@ -169,10 +170,11 @@ def cut(value: memoryview | None, entry: Node | Window, take: int) -> NewEntry:
     plain, room = frame.allocate(new, sum(planes.payload_bytes(layout, take) for layout in layouts))
     source = target = 0
     for layout in layouts:
-        arrays: tuple[Bytes, ...] = tuple(np.empty((part.outer, take, part.inner), np.uint8) for part in layout.sections)
-        n_all, n_own = planes.payload_bytes(layout, header.n_tokens), planes.payload_bytes(layout, take)
-        planes.join(layout, payload[source : source + n_all], header.n_tokens, take, arrays, 0)
-        planes.split(layout, arrays, room[target : target + n_own])
+        arrays = tuple(np.empty((part.outer, take, part.inner), np.uint8) for part in layout.sections)
+        cells = Planes(Cells(layout, np.arange(take, dtype=np.int32), arrays))
+        n_all, n_own = cells.token_bytes * header.n_tokens, cells.token_bytes * take
+        cells.join(payload[source : source + n_all], header.n_tokens, take, 0)
+        cells.split(0, take, room[target : target + n_own])
         source, target = source + n_all, target + n_own
     encoded = codec.encode(plain)
     sizes = (blob_id(plain.data), len(encoded), plain.size)

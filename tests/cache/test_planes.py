@@ -8,7 +8,7 @@ from layouts import filled, layouts
 from synthetic import dense_layout, random_tokens, state_of
 
 from kvkeep.cache import planes
-from kvkeep.cache.layout import Bytes, Layout
+from kvkeep.cache.layout import Bytes, Cells, Layout
 from kvkeep.cache.memory import Memory, MemoryKind
 from kvkeep.cache.state import Form, blank, parse
 from kvkeep.store import codec
@@ -16,22 +16,24 @@ from kvkeep.store.errors import BadFrame
 
 
 def split(layout: Layout, arrays: tuple[Bytes, ...]) -> Bytes:
-    payload = np.full(planes.payload_bytes(layout, arrays[0].shape[1]), 0xEE, np.uint8)
-    planes.split(layout, arrays, payload)
+    n_tokens = arrays[0].shape[1]
+    payload = np.full(planes.payload_bytes(layout, n_tokens), 0xEE, np.uint8)
+    planes.Planes(Cells(layout, np.arange(n_tokens, dtype=np.int32), arrays)).split(0, n_tokens, payload)
     return payload
 
 
 @given(data=st.data(), layout=layouts(), n_tokens=st.integers(1, 9), first=st.integers(0, 4))
 @settings(deadline=None, max_examples=120)
 def test_what_is_split_is_joined_whole_or_in_part(data: st.DataObject, layout: Layout, n_tokens: int, first: int) -> None:
-    take = data.draw(st.integers(0, n_tokens))
+    skip = data.draw(st.integers(0, n_tokens))
+    take = data.draw(st.integers(0, n_tokens - skip))
     after = data.draw(st.integers(0, 3))
     source = filled(layout, n_tokens)[1].arrays
     _, target = filled(layout, first + take + after + 1, seed=1)
     before = [array.copy() for array in target.arrays]
-    planes.join(layout, split(layout, source), n_tokens, take, target.arrays, first)
+    planes.Planes(target).join(split(layout, source), n_tokens, take, first, skip=skip)
     for array, original, old in zip(target.arrays, source, before, strict=True):
-        assert np.array_equal(array[:, first : first + take], original[:, :take])
+        assert np.array_equal(array[:, first : first + take], original[:, skip : skip + take])
         # Nobody else's cells are touched: other threads are writing them.
         assert np.array_equal(array[:, :first], old[:, :first])
         assert np.array_equal(array[:, first + take :], old[:, first + take :])
@@ -81,7 +83,7 @@ def test_payload_of_another_length_is_refused(size: int) -> None:
     _, state = blank([layout], 4)
     payload = np.zeros(planes.payload_bytes(layout, 4) + size, np.uint8)
     with pytest.raises(BadFrame, match="4 tokens have 1024 bytes"):
-        planes.join(layout, payload, 4, 4, state.caches[0].arrays, 0)
+        planes.Planes(state.caches[0]).join(payload, 4, 4, 0)
 
 
 @pytest.mark.parametrize("v_trans", [False, True])
