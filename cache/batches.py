@@ -131,7 +131,7 @@ class Batches:
                     raise
                 self._writing.blobs.settle()
                 # Waits for those who read just now.
-                self._writing.blobs.has_room(batch.size)
+                self._writing.blobs.has_room(*(len(entry.value) for entry in batch.entries))
                 if attempt == _TRIES - 1:
                     self.saved.evicted += len(self._make_room(batch, batch.size * 2))
 

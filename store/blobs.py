@@ -6,7 +6,7 @@ Knows names and values only: what a value means and who still needs it is decide
 import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -237,21 +237,27 @@ class BlobStore:
             for name in names:
                 txn.delete(name)
 
-    def has_room(self, n_bytes: int) -> bool:
-        """Whether so many bytes could be written now. Nothing is: the attempt is given up.
+    def has_room(self, *sizes: int) -> bool:
+        """Whether values of so many bytes each could be written now. None is: the attempt is given up.
 
         Pages that somebody still reads can't be used again. Readers end soon, or hang: then it is waited for them once.
         """
-        return self._patience.until(lambda: self._could_put(n_bytes))
+        return self._could_put(sizes) or (self._is_read() and self._patience.until(lambda: self._could_put(sizes)))
 
-    def _could_put(self, n_bytes: int) -> bool:
+    def _could_put(self, sizes: Sequence[int]) -> bool:
         try:
             with self._begin(write=True) as txn:
-                txn.put(_PROBE, bytes(n_bytes))
+                for number, size in enumerate(sizes):
+                    txn.put(_PROBE + number.to_bytes(4, "big"), bytes(size))
                 txn.abort()
         except MapFull:
             return False
         return True
+
+    def _is_read(self) -> bool:
+        """Whether anybody, of any process, has a snapshot."""
+        # One line a slot of the table, after a head: process, thread, and the snapshot, or "-" if it has none.
+        return any(line.split()[-1].isdigit() for line in self._env.readers().splitlines()[1:])
 
     def settle(self) -> None:
         """Commit nothing much, so that pages freed by the last deletion can be used by the next write.

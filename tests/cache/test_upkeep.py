@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_before_the_budget_costs_no_more_than_what_comes(
 
 def test_a_file_that_cant_even_be_deleted_from_loses_nothing(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
     save(cache, CHAT)
-    monkeypatch.setattr(BlobStore, "has_room", lambda self, n_bytes: False)
+    monkeypatch.setattr(BlobStore, "has_room", lambda self, *sizes: False)
     with cache.repository.writing() as writing, pytest.raises(MapFull, match="nothing can be deleted"):
         budget.evict(writing, 100 * MB)
     assert cache.match(CHAT).length == 400

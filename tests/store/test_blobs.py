@@ -108,6 +108,29 @@ def test_full_map_can_be_used_again_after_deleting(blobs: BlobStore) -> None:
     assert len(blobs) == len(stored) - 9
 
 
+def test_room_in_many_places_is_room_for_many_values(blobs: BlobStore) -> None:
+    values = list(named(100, size=30_000).items())
+    blobs.put(values)
+    blobs.delete([name for name, _ in values[::2]])
+    blobs.settle()
+    with blobs.read() as reader:
+        left = {name: bytes(reader.get(name) or b"") for name in reader.ids()}
+    # Half of the map is free, nowhere much of it in one piece.
+    assert blobs.has_room(*[30_000] * 40)
+    assert not blobs.has_room(40 * 30_000 * 2)
+    assert contents(blobs) == left
+
+
+def test_nobody_waits_for_readers_that_there_are_none_of(blobs: BlobStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    monkeypatch.setattr(blobs._patience, "until", lambda done: waited.append(done) or False)
+    assert not blobs.has_room(MAP)
+    assert waited == []
+    with blobs.read():
+        assert not blobs.has_room(MAP)
+    assert len(waited) == 1
+
+
 def test_settling_leaves_no_trace(blobs: BlobStore) -> None:
     blobs.put(named(2).items())
     before = contents(blobs)
