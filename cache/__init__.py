@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvkeep.cache.adapters.llama_cache import PersistentLlamaCache
     from kvkeep.cache.adapters.memory_caches import LlamaCache, LlamaRAMCache, LlamaTrieCache
     from kvkeep.cache.match import Match, Reason, Source
+    from kvkeep.cache.report import Parting, Report, Stats
 
 __all__ = [
     "Attached",
@@ -33,9 +34,12 @@ __all__ = [
     "LlamaRAMCache",
     "LlamaTrieCache",
     "Match",
+    "Parting",
     "PersistentLlamaCache",
     "Reason",
+    "Report",
     "Source",
+    "Stats",
     "attach",
 ]
 
@@ -53,6 +57,9 @@ _HOMES = {
     "Match": "kvkeep.cache.match",
     "Reason": "kvkeep.cache.match",
     "Source": "kvkeep.cache.match",
+    "Parting": "kvkeep.cache.report",
+    "Report": "kvkeep.cache.report",
+    "Stats": "kvkeep.cache.report",
 }
 
 

@@ -1,6 +1,6 @@
 """Is restoring quicker than decoding? Measured here, with this model; nothing is guessed from its size."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Fixed cost of a restore: match, snapshot, threads, and llama.cpp's call. Measured at 2 to 3 ms for one block.
 OVERHEAD_SECONDS = 0.003
@@ -24,11 +24,26 @@ class BreakEven:
 
     prefill_rate: float | None = None
     restore_rate: float | None = None
+    _is_warm: bool = field(default=False, init=False)
+    _is_provisional: bool = field(default=False, init=False)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """`tokens` of a prompt were decoded in `seconds`."""
-        if tokens >= _MIN_TOKENS and seconds > 0:
-            self.prefill_rate = _blend(self.prefill_rate, tokens / seconds)
+        """`tokens` of a prompt were decoded in `seconds`.
+
+        A process's first decode also reads the weights from the disk and sets up the graph, which can take many times as
+        long as decoding. So it counts only where it is faster than what is known, or as long as nothing better is.
+        """
+        if tokens < _MIN_TOKENS or seconds <= 0:
+            return
+        rate, known = tokens / seconds, self.prefill_rate
+        is_first, self._is_warm = not self._is_warm, True
+        if known is None:
+            self.prefill_rate, self._is_provisional = rate, is_first
+            return
+        if is_first and rate < known:
+            return
+        self.prefill_rate = rate if self._is_provisional and rate > known else _blend(known, rate)
+        self._is_provisional = False
 
     def restored(self, n_bytes: int, seconds: float) -> None:
         """`n_bytes` of state were restored in `seconds`."""

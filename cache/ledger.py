@@ -54,11 +54,20 @@ class Ledger:
         if self._private_from is not None and self._length <= self._private_from:
             self._private_from = None
 
+    def differs(self, shown: npt.NDArray[np.int32]) -> int | None:
+        """The first position at which what somebody shows isn't what is known; None if there is none."""
+        length = min(self._length, len(shown))
+        found = self.common(shown, length)
+        return found if found < length else None
+
     def extend(self, at: int, tokens: npt.NDArray[np.int32] | Sequence[int]) -> None:
         """`tokens` were decoded at position `at`. Behind a gap they stay unknown, as the gap is."""
         self.cut(at)
         if at != self._length or not len(tokens):
             return
+        if at + len(tokens) > self._tokens.size:
+            # A recurrent model goes on beyond n_ctx, which bounds cells only.
+            self._tokens = np.resize(self._tokens, 2 * (at + len(tokens)))
         self._tokens[at : at + len(tokens)] = tokens
         self._length = at + len(tokens)
         if self.private and self._private_from is None:

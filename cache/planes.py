@@ -102,19 +102,35 @@ class Planes:
 
 
 def _stacked(arrays: Sequence[Numbers]) -> Iterator[Numbers]:
-    """The same arrays, as few as possible: those of one shape that stand at equal distances in memory become one."""
+    """The same arrays, as few as possible: those of one shape that stand at equal distances in one buffer become one."""
     at = 0
     while at < len(arrays):
         first = arrays[at]
         count, distance = 1, 0
-        while at + count < len(arrays):
-            other = arrays[at + count]
-            step = _address(other) - _address(arrays[at + count - 1])
-            if (other.shape, other.strides) != (first.shape, first.strides) or (count > 1 and step != distance):
+        while at + count < len(arrays) and _are_alike(first, arrays[at + count]):
+            step = _address(arrays[at + count]) - _address(arrays[at + count - 1])
+            if count > 1 and step != distance:
                 break
             count, distance = count + 1, step
         yield as_strided(first, (count, *first.shape), (distance, *first.strides))
         at += count
+
+
+def _are_alike(one: Numbers, other: Numbers) -> bool:
+    """Whether two arrays have one shape, and lie in one buffer.
+
+    Arrays with memory of their own may stand at equal distances by accident, and then anything lies between them. numpy
+    takes an array that lies between for a part of the stack, and copies; where the copy comes to lie between as well, it
+    copies without end, until the stack overflows (numpy 2.4, `PyArray_AssignArray`).
+    """
+    return (one.shape, one.strides) == (other.shape, other.strides) and _buffer(one) is _buffer(other)
+
+
+def _buffer(array: Numbers) -> Numbers:
+    """The array that an array is a view into."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
 def _address(array: Numbers) -> int:

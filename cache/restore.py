@@ -25,6 +25,7 @@ from kvkeep.store.checkpoints import Checkpoint
 from kvkeep.store.codec import Scratch
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import HashMismatch, IntegrityError, LayoutError
+from kvkeep.store.gate import Gate
 from kvkeep.store.nodes import Node
 from kvkeep.store.verify import verified
 from kvkeep.store.windows import Window
@@ -322,7 +323,7 @@ class _Crew:
     """Counts who is at work. Not the futures: an interrupt in the middle of `submit` would lose one."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._changed = Gate()
         self._at_work = 0
         self._dismissed = False
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvkeep.cache.priority import become_idle, lift
 from kvkeep.store.errors import StoreClosed
+from kvkeep.store.gate import Gate
 
 # Copies that may wait. One long chat of a 7B model has 1 to 4 GB, and beside a busy generation the writer gets nothing,
 # so this is what the person may lose in memory. A single larger copy is taken all the same, alone.
@@ -77,7 +78,7 @@ class Writer:
         self._idle = idle
         self._max_waiting_bytes = max_waiting_bytes
         self._jobs: deque[Job] = deque()
-        self._changed = threading.Condition()
+        self._changed = Gate()
         # Identifier of the thread that does a job, 0 while nobody does.
         self._running = 0
         self._closed = False

@@ -5,7 +5,6 @@ Knows names and values only: what a value means and who still needs it is decide
 
 import errno
 import os
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import lmdb
 
 from kvkeep.store.errors import DamagedFile, DiskFull, MapFull, StoreClosed, StoreError
+from kvkeep.store.gate import Gate
 from kvkeep.store.hashing import BlobId
 from kvkeep.store.patience import Patience
 from kvkeep.store.private import disk_errors, make_private_folder, occupied_bytes
@@ -72,7 +72,7 @@ class BlobStore:
         self.map_bytes = _whole_pages(map_bytes)
         self._limit = self.map_bytes
         self._active = 0
-        self._ended = threading.Condition()
+        self._ended = Gate()
         self._retired = False
         self._is_shut = False
         self._patience = Patience(ROOM_SECONDS)
@@ -298,7 +298,7 @@ class BlobStore:
 
     def forget_locks(self) -> None:
         """In a forked child: threads that aren't here may have held it, or read."""
-        self._ended = threading.Condition()
+        self._ended = Gate()
         self._active = 0
 
     def close(self) -> None:

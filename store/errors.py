@@ -25,6 +25,7 @@
         DiskFull                 52   the disk has no room
         TooLarge                 53   one entry is larger than the whole budget
         IndexFull                54   the index's share of the byte budget is used up
+        DailyLimit               55   as many bytes as may be were stored today
 
 The numbers are the exit codes of the `kvkeep` command. A miss is no error: it is a `Match` of length 0 with a reason.
 """
@@ -168,3 +169,9 @@ class IndexFull(CapacityError):
     """The index's share of the byte budget is used up, or a hanging reader keeps its log from being emptied."""
 
     exit_code = 54
+
+
+class DailyLimit(CapacityError):
+    """As many bytes as may be stored a day were stored today."""
+
+    exit_code = 55

@@ -164,8 +164,9 @@ class _Opening:
             yield
         except BaseException:
             if ending is Ending.CLEAN and not self._is_changing:
-                # It may be a folder that isn't ours at all.
-                self._marker.clear()
+                # It may be a folder that isn't ours at all. And what is wrong with it is worth more than that.
+                with suppress(OSError):
+                    self._marker.clear()
             raise
 
     def migrate(self) -> None:

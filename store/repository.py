@@ -15,6 +15,7 @@ from kvkeep.store.blobs import BlobReader, BlobStore
 from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import DamagedFile, KvkeepError, NotARoot, StoreClosed, StoreError
+from kvkeep.store.gate import Gate
 from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.locks import SharedLock, exclusive
 from kvkeep.store.marker import Marker
@@ -85,7 +86,7 @@ class Repository:
         self._held: Counter[PrefixHash] = Counter()
         self._touching = threading.Lock()
         self._users = 0
-        self._left = threading.Condition()
+        self._left = Gate()
         _make_root(path)
         self._lock = SharedLock(path / ROOT_LOCK)
         self._marker = Marker(path)
@@ -366,7 +367,7 @@ class Repository:
 
     def forget_locks(self) -> None:
         """In a forked child, at once: threads that aren't here may have held them."""
-        self._left = threading.Condition()
+        self._left = Gate()
         self._touching = threading.Lock()
         self.blobs.forget_locks()
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, Table, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, Table, bindparam, delete, func, insert, select, update
 
 from kvkeep.store import checkpoints, nodes, windows
 from kvkeep.store.checkpoints import Checkpoint, NewCheckpoint
@@ -124,6 +124,12 @@ def stored_sizes(connection: Connection) -> dict[BlobId, int]:
         for table in TABLES
         for name, size in connection.execute(select(table.c.blob, table.c.stored_bytes))
     }
+
+
+def stored_since(connection: Connection, then: float) -> int:
+    """Bytes of the values of all entries that were written since."""
+    sums = (select(func.coalesce(func.sum(table.c.stored_bytes), 0)).where(table.c.created >= then) for table in TABLES)
+    return sum(int(connection.execute(one).scalar_one()) for one in sums)
 
 
 def hits(connection: Connection) -> dict[tuple[type, int], int]:

@@ -14,6 +14,12 @@ RESERVE_BYTES = "reserve_bytes"
 """Free disk that is left to others."""
 LIFETIME_SECONDS = "lifetime_seconds"
 """How long an entry is kept that nobody uses; 0 is for ever."""
+DAILY_BYTES = "daily_bytes"
+"""How many bytes may be stored a day; 0 is as many as come."""
+STORED_DAY = "stored_day"
+"""The day, in days since 1970, to which the next one belongs."""
+STORED_BYTES = "stored_bytes"
+"""How many bytes were stored on that day."""
 
 _FIND = select(setting.c.value).where(setting.c.name == bindparam("wanted"))
 

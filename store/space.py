@@ -130,6 +130,18 @@ def valid_reserve(reserve_bytes: SupportsIndex) -> int:
     return value
 
 
+def valid_daily(daily_bytes: SupportsIndex) -> int:
+    """A number of bytes a day that makes sense; 0 is as many as come.
+
+    Raises:
+        UsageError: no whole number, negative, or beyond 64 bits.
+    """
+    value = _whole_number("daily_bytes", daily_bytes)
+    if not 0 <= value < 1 << 63:
+        raise UsageError(f"daily_bytes is {value}; a number of bytes a day is expected, or 0 for as many as come")
+    return value
+
+
 def _whole_number(name: str, given: SupportsIndex) -> int:
     try:
         # numpy's integers too; SQLite takes only Python's own.

@@ -1,4 +1,6 @@
-"""`kvkeep budget`: how much disk the cache folder may take, what it leaves to others, and how long it keeps anything."""
+"""`kvkeep budget`: how much disk the cache folder may take, what it leaves to others, how long it keeps anything, and how much
+it may store a day.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +27,16 @@ class Limits:
         reserve_bytes: free disk that is left to others.
         default_reserve: whether nobody has asked for another reserve.
         lifetime_seconds: how long anything is kept that nobody uses; 0 is for ever.
+        daily_bytes: how many bytes may be stored a day; 0 is as many as come.
+        stored_today: how many were, since there has been such a limit.
     """
 
     capacity_bytes: int
     reserve_bytes: int
     default_reserve: bool
     lifetime_seconds: int
+    daily_bytes: int
+    stored_today: int
 
 
 @click.command()
@@ -38,14 +44,17 @@ class Limits:
 @click.option("--capacity", metavar="SIZE", help="The most that the folder may take: 8GiB, 512MiB, 4GB.")
 @click.option("--reserve", metavar="SIZE", help="Free disk that is left to others, however large the budget.")
 @click.option("--lifetime", metavar="AGE", help="Remove what nobody has used for so long: 12h, 90d, 8w; off keeps it for ever.")
+@click.option("--daily", metavar="SIZE", help="How much may be stored a day (UTC): 2GiB; off stores whatever comes.")
 @json_option
-def budget(path: Path, capacity: str | None, reserve: str | None, lifetime: str | None, as_json: bool) -> None:
+def budget(
+    path: Path, capacity: str | None, reserve: str | None, lifetime: str | None, daily: str | None, as_json: bool
+) -> None:
     """Show or change the limits of the cache folder.
 
     They hold for everybody who uses it. A smaller budget is kept to from the next save on; kvkeep compact sees to it at
     once.
     """
-    wishes = _wishes(capacity, reserve, lifetime)
+    wishes = _wishes(capacity, reserve, lifetime, daily)
     with opened(path, create=bool(wishes)) as repository:
         if repository is not None:
             _set(repository, wishes)
@@ -56,10 +65,10 @@ def budget(path: Path, capacity: str | None, reserve: str | None, lifetime: str 
         _show(make_console(), path, limits)
 
 
-def _wishes(capacity: str | None, reserve: str | None, lifetime: str | None) -> dict[str, int]:
+def _wishes(capacity: str | None, reserve: str | None, lifetime: str | None, daily: str | None) -> dict[str, int]:
     """Settings by name, all looked at before the first one is changed."""
     from kvkeep.store import settings
-    from kvkeep.store.space import valid_capacity, valid_reserve
+    from kvkeep.store.space import valid_capacity, valid_daily, valid_reserve
 
     wishes = {}
     if capacity is not None:
@@ -67,8 +76,14 @@ def _wishes(capacity: str | None, reserve: str | None, lifetime: str | None) -> 
     if reserve is not None:
         wishes[settings.RESERVE_BYTES] = valid_reserve(parse_size(reserve))
     if lifetime is not None:
-        wishes[settings.LIFETIME_SECONDS] = 0 if lifetime.strip().lower() == "off" else parse_duration(lifetime)
+        wishes[settings.LIFETIME_SECONDS] = 0 if _is_off(lifetime) else parse_duration(lifetime)
+    if daily is not None:
+        wishes[settings.DAILY_BYTES] = 0 if _is_off(daily) else valid_daily(parse_size(daily))
     return wishes
+
+
+def _is_off(given: str) -> bool:
+    return given.strip().lower() == "off"
 
 
 def _set(repository: "Repository", wishes: dict[str, int]) -> None:
@@ -83,6 +98,7 @@ def _set(repository: "Repository", wishes: dict[str, int]) -> None:
 
 def limits_of(repository: "Repository") -> Limits:
     """What a root remembers, or its defaults."""
+    from kvkeep.cache import allowance
     from kvkeep.store import settings
     from kvkeep.store.space import Disk
 
@@ -91,11 +107,14 @@ def limits_of(repository: "Repository") -> Limits:
             settings.find(connection, name)
             for name in (settings.CAPACITY_BYTES, settings.RESERVE_BYTES, settings.LIFETIME_SECONDS)
         )
+        daily, stored_today = allowance.limit(connection), allowance.stored_today(connection)
     return Limits(
         capacity_bytes=repository.capacity_bytes if capacity is None else capacity,
         reserve_bytes=Disk.of(repository.path).default_reserve if reserve is None else reserve,
         default_reserve=reserve is None,
         lifetime_seconds=lifetime or 0,
+        daily_bytes=daily,
+        stored_today=stored_today,
     )
 
 
@@ -106,6 +125,8 @@ def _document(path: Path, limits: Limits | None) -> dict[str, Any]:
         "capacity_bytes": None if limits is None else limits.capacity_bytes,
         "reserve_bytes": None if limits is None else limits.reserve_bytes,
         "lifetime_seconds": None if limits is None else limits.lifetime_seconds,
+        "daily_bytes": None if limits is None else limits.daily_bytes,
+        "stored_today": None if limits is None else limits.stored_today,
     }
 
 
@@ -118,3 +139,5 @@ def _show(console: Console, path: Path, limits: Limits | None) -> None:
     console.print(f"Capacity: {size(limits.capacity_bytes)}")
     console.print(f"Reserve:  {size(limits.reserve_bytes)} of free disk are left to others{default}")
     console.print(f"Lifetime: {lasting(limits.lifetime_seconds)}")
+    if limits.daily_bytes:
+        console.print(f"Daily:    {size(limits.daily_bytes)} may be stored; today {size(limits.stored_today)} were")

@@ -15,9 +15,10 @@ from kvkeep.tools.budget import Limits, limits_of
 from kvkeep.tools.console import make_console
 from kvkeep.tools.folder import nothing_there, opened
 from kvkeep.tools.options import json_option, path_option, print_json
-from kvkeep.tools.words import ago, clean, lasting, plural, size
+from kvkeep.tools.words import ago, clean, duration, lasting, plural, size
 
 if TYPE_CHECKING:
+    from kvkeep.cache.totals import Totals
     from kvkeep.store.namespaces import Usage
 
 # Enough to tell any two models apart, short enough for a column.
@@ -37,6 +38,7 @@ class Holdings:
         free_bytes: what its file system has, the reserve included.
         pins: how many prefixes are pinned.
         models: what it holds of each model.
+        use: what was done with it.
     """
 
     path: Path
@@ -46,6 +48,7 @@ class Holdings:
     free_bytes: int | None = None
     pins: int = 0
     models: "list[Usage]" = field(default_factory=list)
+    use: "Totals | None" = None
 
     @property
     def exists(self) -> bool:
@@ -63,7 +66,9 @@ def stats(path: Path, as_json: bool) -> None:
     """Show what the cache folder holds, model by model.
 
     A model is one set of weights with one set of context settings, because only those can share states. Tokens are
-    stored once, however many chats begin with them. Looking at a folder that doesn't exist doesn't create it.
+    stored once, however many chats begin with them. Below that, what it was good for: requests, tokens reused and decoded,
+    time saved (an estimate) and bytes written, of all programs together since there is this folder; programs that run add
+    theirs now and then, and at their end. Looking at a folder that doesn't exist doesn't create it.
     """
     holdings = survey(path)
     if as_json:
@@ -77,12 +82,13 @@ def survey(path: Path) -> Holdings:
     with opened(path) as repository:
         if repository is None:
             return Holdings(path)
+        from kvkeep.cache import totals
         from kvkeep.store import pins
         from kvkeep.store.namespaces import usage
         from kvkeep.store.space import Disk
 
         with repository.rows() as connection:
-            models, n_pins = usage(connection), len(pins.every(connection))
+            models, n_pins, use = usage(connection), len(pins.every(connection)), totals.read(connection)
         return Holdings(
             path,
             repository.index.revision(),
@@ -91,6 +97,7 @@ def survey(path: Path) -> Holdings:
             Disk.of(repository.path).free,
             n_pins,
             models,
+            use,
         )
 
 
@@ -105,10 +112,17 @@ def _document(holdings: Holdings) -> dict[str, Any]:
         "reserve_bytes": None if limits is None else limits.reserve_bytes,
         "free_bytes": holdings.free_bytes,
         "lifetime_seconds": None if limits is None else limits.lifetime_seconds,
+        "daily_bytes": None if limits is None else limits.daily_bytes,
+        "stored_today": None if limits is None else limits.stored_today,
         "pins": holdings.pins,
         "totals": {name: holdings.total(name) for name in _SUMS},
+        "use": None if holdings.use is None else _use_document(holdings.use),
         "models": [_model_document(model) for model in holdings.models],
     }
+
+
+def _use_document(use: "Totals") -> dict[str, Any]:
+    return asdict(use) | {"since": datetime.fromtimestamp(use.since, UTC).isoformat() if use.since else None}
 
 
 def _model_document(model: "Usage") -> dict[str, Any]:
@@ -125,7 +139,21 @@ def _show(console: Console, holdings: Holdings) -> None:
         console.print("", _table(holdings), "", sep="\n")
     else:
         console.print("The store is empty: no model has kept anything there yet.")
+    if holdings.use is not None and holdings.use.requests:
+        _show_use(console, holdings.use)
     _show_disk(console, holdings)
+
+
+def _show_use(console: Console, use: "Totals") -> None:
+    since = datetime.fromtimestamp(use.since, UTC).date()
+    console.print(f"Since {since}, in {plural(use.requests, 'request')} of {use.prompt_tokens:,} tokens:")
+    restored = f"{use.restored_tokens:,} tokens from disk in {duration(use.restore_ms / 1e3)}"
+    console.print(f"Reused:  {restored}, {use.live_tokens:,} still in the context.")
+    console.print(f"Decoded: {use.decoded_tokens:,} tokens.")
+    if use.saved_ms > 0:
+        console.print(f"Saved:   about {duration(use.saved_ms / 1e3)} of decoding.")
+    not_stored = f", {plural(use.one_shot, 'state')} not, for they begin anew each time" if use.one_shot else ""
+    console.print(f"Written: {size(use.written_bytes)} in {plural(use.saves, 'save')}{not_stored}.")
 
 
 def _show_disk(console: Console, holdings: Holdings) -> None:
@@ -138,6 +166,8 @@ def _show_disk(console: Console, holdings: Holdings) -> None:
     console.print(f"Free:    {size(holdings.free_bytes)}, of which {size(to_others)} are left to others.")
     if limits.lifetime_seconds:
         console.print(f"Kept:    {lasting(limits.lifetime_seconds)} after it was last used.")
+    if limits.daily_bytes:
+        console.print(f"Today:   {size(limits.stored_today)} stored of {size(limits.daily_bytes)} allowed a day.")
     if holdings.pins:
         console.print(f"Pinned:  {plural(holdings.pins, 'prefix', 'prefixes')}.")
 

@@ -16,16 +16,21 @@ from llama_cpp import LlamaState
 
 from kvkeep.cache.adapters.backing import Wishes
 from kvkeep.cache.adapters.ending import Ending
+from kvkeep.cache.adapters.identity import sees
 from kvkeep.cache.adapters.session import Session
 from kvkeep.cache.adapters.states import whole_state
+from kvkeep.cache.adapters.streams import Streams
 from kvkeep.cache.adapters.wrapping import Wrapping
 from kvkeep.cache.match import Match, Reason
 from kvkeep.cache.paths import resolve_root
 from kvkeep.cache.prefix_cache import token_bytes
-from kvkeep.cache.report import Stats
+from kvkeep.cache.report import Report, Stats
 from kvkeep.store.errors import KvkeepError, UsageError
 from kvkeep.store.hashing import PrefixHash
 from kvkeep.store.space import DEFAULT_CAPACITY
+
+# Tokens in front of an image that are worth a copy of their own.
+WORTH_KEEPING = 64
 
 
 def attach(
@@ -35,6 +40,7 @@ def attach(
     capacity_bytes: int = DEFAULT_CAPACITY,
     reserve_bytes: int | None = None,
     lifetime: timedelta | None = None,
+    daily_bytes: int | None = None,
     break_even: bool = True,
     identity: str = "",
 ) -> "Attached":
@@ -44,9 +50,11 @@ def attach(
         llm: a `llama_cpp.Llama`. Use it from one thread at a time, as llama-cpp-python demands.
         path: the cache folder; by default `KVKEEP_PATH`, or the user's cache folder.
         capacity_bytes: byte budget of the folder, for all models together. At least 16 MiB. The folder remembers it, as it
-            does the next two; the last one who names them wins. A smaller one holds from the next save on.
+            does the next three; the last one who names them wins. A smaller one holds from the next save on.
         reserve_bytes: free disk that is left to others; by default the smaller of 5 % of the disk and 10 GiB.
         lifetime: how long what nobody uses is kept; by default as long as there is room. `timedelta(0)` ends a limit.
+        daily_bytes: how many bytes may be stored a day (UTC), for disks that wear out; by default as many as come, as with 0.
+            What comes beyond is dropped and counted. The index and its log aren't.
         break_even: restore only where that is quicker than decoding. False restores whatever can be restored.
         identity: your own word for what changes the model's results and can't be seen from outside, such as adapters
             set through llama.cpp's C API. States are shared only under the same word.
@@ -59,7 +67,7 @@ def attach(
         UsageError: an argument is wrong. A folder that can't be used raises nothing: it is logged, and the model works
             without a cache.
     """
-    wishes = Wishes(capacity_bytes, reserve_bytes, lifetime)
+    wishes = Wishes(capacity_bytes, reserve_bytes, lifetime, daily_bytes)
     return Attached(llm, session_options(llm, path, wishes, break_even, identity))
 
 
@@ -96,13 +104,17 @@ class Attachment:
         except BaseException:
             self._wrapping.undo()
             raise
-        moves = ("kv_cache_seq_cp", "kv_cache_seq_keep", "kv_cache_seq_shift")
-        self._context = Wrapping(
-            llm._ctx, {"reset_timings": self._reset_timings} | {name: partial(self._move, name) for name in moves}
-        )
+        methods: dict[str, Callable[..., Any]] = {
+            "reset_timings": self._reset_timings,
+            "kv_cache_clear": self._clear,
+            "kv_cache_seq_rm": self._remove,
+        }
+        for name in ("kv_cache_seq_cp", "kv_cache_seq_keep", "kv_cache_seq_shift"):
+            methods[name] = partial(self._move, name)
+        self._context = Wrapping(llm._ctx, methods)
         self._llm_ref: Callable[[], Any] = weakref.ref(llm)
         self._signature = inspect.signature(type(llm).generate)
-        self._turn = 0
+        self._streams = Streams()
         self._is_cut_off = False
         self._inside = False
         self._handed_over = False
@@ -115,8 +127,12 @@ class Attachment:
         return self._wrapping.active
 
     def _is_wanted(self, llm: Any) -> bool:
-        """Whether the model still uses this cache. Asked before each prompt; if not, it is closed."""
+        """Whether the model still uses this cache. Asked before each prompt and each token; if not, see `_let_be`."""
         return True
+
+    def _let_be(self, llm: Any) -> None:
+        """The model doesn't use this cache any more: nothing of what comes is kept."""
+        self.close()
 
     @property
     def last(self) -> Match | None:
@@ -131,7 +147,16 @@ class Attachment:
 
     def stats(self) -> Stats:
         """Totals since the cache was attached. A copy."""
-        return self._session.reporter.snapshot()
+        return self._session.stats()
+
+    def report(self) -> Report | None:
+        """What became of the last request: what was reused and from where, what that took, and where the prompt parts from what
+        was known. None before the first.
+
+        Returns:
+            As far as it is known now: `decode_seconds` grows until the prompt is decoded.
+        """
+        return self._session.report(self._llm_ref())
 
     @contextmanager
     def no_store(self) -> Iterator[None]:
@@ -169,12 +194,15 @@ class Attachment:
         self._session.usable_cache()
         self._session.begin_anew_unless_keepable(llm)
         match = self._session.settle(llm, tokens)
+        self._session.want()
         progress(match.length)
         for start in range(llm.n_tokens, len(tokens), llm.n_batch):
             piece = tokens[start : start + llm.n_batch]
             self._decode(llm, piece)
             progress(len(piece))
         self._session.reporter.last_error = None
+        # What couldn't be stored before may be stored now, as on another day.
+        self._session.forget_kept()
         self.flush()
         stored = self._session.usable_cache().match(tokens).length
         if stored < len(tokens):
@@ -199,6 +227,7 @@ class Attachment:
             StoreLocked: another process writes, and doesn't end in time.
         """
         tokens = self._tokens_of(prompt)
+        self._session.want()
         self.flush()
         self._session.usable_cache().pin(tokens)
         return len(tokens)
@@ -221,7 +250,7 @@ class Attachment:
         """
         self.flush()
         removed = self._session.usable_cache().clear(model)
-        self._session.forget_kept()
+        self._session.was_cleared()
         return removed
 
     def _tokens_of(self, prompt: str | Sequence[int] | None) -> Sequence[int]:
@@ -238,7 +267,11 @@ class Attachment:
         return llm
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Store everything now. Returns False if `timeout` seconds weren't enough."""
+        """Store everything now, but for what nothing would ever be restored of (`Stats.one_shot`). `warm` and `pin` do that.
+
+        Returns:
+            False if `timeout` seconds weren't enough.
+        """
         return self._session.flush(timeout)
 
     def detach(self) -> None:
@@ -271,7 +304,8 @@ class Attachment:
     def _generate(self, llm: Any, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Any, None]:
         # Bound here and not in the generator, so that a wrong argument is an error of the call, as it is in Llama's own.
         if not self._is_wanted(llm):
-            self.close()
+            self._let_be(llm)
+            self._session.leave(llm)
             stream: Generator[int, Any, None] = self._wrapping.original(llm, "generate")(tokens, *args, **kwargs)
             return stream
         bound = self._signature.bind(llm, tokens, *args, **kwargs)
@@ -282,8 +316,7 @@ class Attachment:
         self, llm: Any, tokens: Sequence[int], reset: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[int, Any, None]:
         prompt = list(tokens)
-        self._turn += 1
-        turn = self._turn
+        number = self._streams.begin(llm)
         if reset and prompt:
             self._settle(llm, prompt)
         else:
@@ -291,18 +324,20 @@ class Attachment:
         self._handed_over = False
         stream = self._wrapping.original(llm, "generate")(prompt, *args, **kwargs)
         try:
-            yield from self._driven(stream)
+            yield from self._driven(stream, llm, number)
         finally:
+            self._streams.end(number)
             # A generator that is dropped and closed late must not save in the middle of the next one.
-            if turn == self._turn:
+            if self._streams.is_newest(number):
                 self._session.keep(llm)
                 if not self.is_active:
                     self._session.leave(llm)
 
-    def _driven(self, stream: Generator[int, Any, None]) -> Generator[int, Any, None]:
+    def _driven(self, stream: Generator[int, Any, None], llm: Any, number: int) -> Generator[int, Any, None]:
         """`yield from stream`, knowing at any time whether control is inside of it.
 
-        A stream may be suspended for good; what is evaluated meanwhile is not its doing.
+        A stream may be suspended for good; what is evaluated meanwhile is not its doing. One that finds the context moved by
+        others when it is gone on with has nothing to go on from, and ends.
         """
         answer: Any = None
         try:
@@ -315,22 +350,37 @@ class Attachment:
                 finally:
                     self._inside = False
                 answer = yield token
-                if self._is_cut_off:
+                if self.is_active and not self._is_wanted(llm):
+                    self._let_be(llm)
+                if self._is_cut_off or not self._streams.may_go_on(llm, number):
                     return
         finally:
             stream.close()
 
     def _eval(self, llm: Any, tokens: Sequence[int]) -> None:
         if not self._inside:
+            self._streams.leave(llm)
             if not self._is_wanted(llm):
-                self.close()
+                self._let_be(llm)
+                self._session.leave(llm)
                 self._wrapping.original(llm, "eval")(tokens)
                 return
             # Chat handlers clear the context and call eval themselves: that is a prompt too.
             if llm.n_tokens == 0 and len(tokens) > 1:
-                tokens = tokens[self._session.settle(llm, tokens).length :]
+                self._handed_over = True
+                self._begin(llm, tokens)
+                return
             self._handed_over = True
         self._decode(llm, tokens)
+
+    def _begin(self, llm: Any, prompt: Sequence[int]) -> None:
+        """Decode the beginning of a prompt for a chat handler."""
+        self._session.wait_for_kept(prompt)
+        rest = prompt[self._session.settle(llm, prompt).length :]
+        self._decode(llm, rest)
+        if sees(llm) and len(rest) > WORTH_KEEPING:
+            # An image may come behind it, and from then on nobody can tell what of the context is still text.
+            self._session.keep(llm)
 
     def _decode(self, llm: Any, tokens: Sequence[int]) -> None:
         for piece in self._session.pieces(llm, tokens):
@@ -341,6 +391,7 @@ class Attachment:
         if not self._inside:
             # What a suspended stream has left would be gone.
             self._session.keep(llm)
+            self._streams.leave(llm)
         self._session.was_reset()
         self._wrapping.original(llm, "reset")()
 
@@ -354,6 +405,23 @@ class Attachment:
         self._session.was_reset()
         self._context.original(context, name)(*args, **kwargs)
 
+    def _clear(self, context: Any) -> None:
+        llm = self._llm_ref()
+        if llm is not None:
+            # As before a reset. `Llama.embed` clears first, and resets when it is done.
+            self._session.keep(llm)
+            self._streams.leave(llm)
+            llm._requires_eval = True
+        self._session.was_reset()
+        self._context.original(context, "kv_cache_clear")()
+
+    def _remove(self, context: Any, seq_id: int, p0: int, p1: int) -> bool:
+        removed = bool(self._context.original(context, "kv_cache_seq_rm")(seq_id, p0, p1))
+        if removed and seq_id <= 0:
+            # What comes behind a hole doesn't follow on what is before it.
+            self._session.was_cut(max(0, p0))
+        return removed
+
     def _save_state(self, llm: Any) -> LlamaState:
         if self._session.lacks_positions(llm):
             return whole_state(llm, self._session)
@@ -361,6 +429,7 @@ class Attachment:
         return state
 
     def _load_state(self, llm: Any, state: Any) -> None:
+        self._streams.leave(llm)
         with self._session.loading(llm, proven=False):
             self._wrapping.original(llm, "load_state")(state)
 

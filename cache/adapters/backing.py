@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvkeep.cache import allowance
 from kvkeep.cache.adapters.ending import wait_for_the_gone
 from kvkeep.cache.adapters.identity import ingredients_of, label_of
 from kvkeep.cache.fingerprint import Identification
@@ -21,17 +22,18 @@ from kvkeep.cache.layout import Bytes
 from kvkeep.cache.memory import Memory
 from kvkeep.cache.points import Point
 from kvkeep.cache.prefix_cache import Identity, PrefixCache
-from kvkeep.cache.report import Reporter
+from kvkeep.cache.report import Reporter, Stats
 from kvkeep.cache.restore import Restored
 from kvkeep.cache.state import Form
+from kvkeep.cache.totals import Counting
 from kvkeep.cache.upkeep import settle
 from kvkeep.cache.writer import Job, Writer
 from kvkeep.store import settings
-from kvkeep.store.errors import DamagedFile, StoreLocked, UsageError
+from kvkeep.store.errors import DailyLimit, DamagedFile, StoreLocked, UsageError
 from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.registry import close_root, open_root
 from kvkeep.store.repository import Repository
-from kvkeep.store.space import DefaultCapacity, valid_capacity, valid_reserve
+from kvkeep.store.space import DefaultCapacity, valid_capacity, valid_daily, valid_reserve
 
 # How long a close waits for the model's hash: a first run of a large model should leave something behind, but nobody
 # waits minutes for a window to close.
@@ -50,11 +52,13 @@ class Wishes:
         capacity_bytes: the byte budget; a `DefaultCapacity` is no wish.
         reserve_bytes: free disk that is left to others; None is no wish.
         lifetime: how long what nobody uses is kept; zero is for ever, None is no wish.
+        daily_bytes: how many bytes may be stored a day; zero is as many as come, None is no wish.
     """
 
     capacity_bytes: int
     reserve_bytes: int | None = None
     lifetime: timedelta | None = None
+    daily_bytes: int | None = None
 
     def checked(self) -> "Wishes":
         """The same, if it makes sense.
@@ -67,8 +71,10 @@ class Wishes:
         if self.lifetime is not None and self.lifetime < timedelta(0):
             raise UsageError(f"lifetime is {self.lifetime}; it can't be negative")
         reserve = None if self.reserve_bytes is None else valid_reserve(self.reserve_bytes)
+        daily = None if self.daily_bytes is None else valid_daily(self.daily_bytes)
         is_default = isinstance(self.capacity_bytes, DefaultCapacity)
-        return Wishes(self.capacity_bytes if is_default else valid_capacity(self.capacity_bytes), reserve, self.lifetime)
+        capacity = self.capacity_bytes if is_default else valid_capacity(self.capacity_bytes)
+        return Wishes(capacity, reserve, self.lifetime, daily)
 
     @property
     def wanted_capacity(self) -> int | None:
@@ -80,6 +86,7 @@ class Wishes:
         repository.agree_on(settings.RESERVE_BYTES, self.reserve_bytes)
         seconds = None if self.lifetime is None else math.ceil(self.lifetime.total_seconds())
         repository.agree_on(settings.LIFETIME_SECONDS, seconds)
+        repository.agree_on(settings.DAILY_BYTES, self.daily_bytes)
 
 
 class Backing:
@@ -90,6 +97,7 @@ class Backing:
         memory: what the model's memory consists of.
         failed: called with every error of a job, before it is reported; with None for a job that was given up.
         ready: called with the prefix cache as soon as it is known whose states these are.
+        stats: what was counted so far; by default what the reporter knows.
     """
 
     def __init__(
@@ -98,11 +106,14 @@ class Backing:
         memory: Memory,
         failed: Callable[[BaseException | None], None] = lambda error: None,
         ready: Callable[[PrefixCache], None] = lambda cache: None,
+        stats: Callable[[], Stats] | None = None,
     ) -> None:
         self._reporter = reporter
         self._memory = memory
         self._failed = failed
         self._ready = ready
+        self._stats = stats or reporter.snapshot
+        self._counting = Counting()
         self.cache: PrefixCache | None = None
         self.repository: Repository | None = None
         self.unavailable = ""
@@ -144,6 +155,7 @@ class Backing:
             with self._reporter.border("looking around"):
                 repository.refresh()
                 repository.flush_touched()
+                self._counting.add(repository, self._stats())
 
     def look_after(self, error: BaseException) -> None:
         """Mend the store, behind, if an error says that a file itself is damaged."""
@@ -215,7 +227,10 @@ class Backing:
         def run() -> None:
             if (cache := self.cache) is None:
                 return
-            saved = cache.save(tokens, state, form, points=points, seq_id=seq_id, pause=self._writer.pause)
+            saved = allowance.save(
+                cache.repository,
+                lambda: cache.save(tokens, state, form, points=points, seq_id=seq_id, pause=self._writer.pause),
+            )
             self._reporter.saved(saved.written_bytes, saved.evicted)
             done(cache)
 
@@ -231,9 +246,13 @@ class Backing:
         self._reporter.dropped()
 
     def _job_failed(self, error: BaseException) -> None:
+        self._failed(error)
+        if isinstance(error, DailyLimit):
+            # As it was asked for: no error of the store.
+            self._reporter.dropped(str(error), error)
+            return
         if isinstance(error, StoreLocked):
             self._reporter.dropped()
-        self._failed(error)
         self._reporter.error("storing a state", error)
         self.look_after(error)
 
@@ -270,4 +289,5 @@ class Backing:
         if repository is not None:
             with self._reporter.border("closing"):
                 repository.flush_touched()
+                self._counting.add(repository, self._stats())
             close_root(repository)

@@ -3,12 +3,14 @@
 import logging
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import llama_cpp
 import numpy as np
 from llama_cpp import llama_cache
 
+from kvkeep.cache.adapters.identity import sees
 from kvkeep.cache.prefix_cache import token_bytes
 from kvkeep.cache.token_tree import Tokens
 
@@ -58,12 +60,27 @@ def asking_llama(cache: BaseLlamaCache | None) -> Any | None:
     `Llama` doesn't say who it is: it calls `cache[tokens]`, and nothing else. Without knowing, a state of another model could
     only be told by its shape, and one of a fine-tune not at all. So the callers are looked at, a few frames up.
     """
-    frame = sys._getframe(1)
+    asking = _asking(cache, sys._getframe(1))
+    return None if asking is None else asking[0]
+
+
+def may_hold_images(cache: BaseLlamaCache) -> bool:
+    """Whether what is handed over now was decoded by a chat handler for images.
+
+    Such a handler asks for a completion of the numbers that `Llama.input_ids` shows. Where an image is, these are left over
+    from whatever text was there before.
+    """
+    asking = _asking(cache, sys._getframe(1))
+    return asking is not None and sees(asking[0]) and isinstance(asking[1], list)
+
+
+def _asking(cache: BaseLlamaCache | None, frame: FrameType) -> tuple[Any, Any] | None:
+    """The `Llama` in whose completion a frame is, and what that was given as its prompt."""
     for _ in range(_FRAMES):
         # Any other method is somebody's own, who does it by hand.
         caller = frame.f_locals.get("self") if frame.f_code.co_name == _COMPLETION else None
         if isinstance(caller, llama_cpp.Llama) and caller.cache is cache:
-            return caller
+            return caller, frame.f_locals.get("prompt")
         if frame.f_back is None:
             break
         frame = frame.f_back

@@ -12,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import LlamaState
 
+from kvkeep.cache import allowance
+from kvkeep.cache.adapters.states import are_filled
 from kvkeep.cache.layout import Bytes, pack_all
 from kvkeep.cache.match import Match
 from kvkeep.cache.memory import Memory, MemoryKind
@@ -131,19 +133,22 @@ class StatesByHand:
 
         Raises:
             UsageError: it names fewer tokens than it has.
-            LayoutError: its memory can't be told from others by its bytes, or it doesn't hold those tokens.
+            LayoutError: its memory can't be told from others by its bytes, or it doesn't hold those tokens; or it has the
+                logits of all of them, which aren't kept.
             CapacityError, StoreError: it, or all but a first part of it, wasn't stored.
         """
         ids = np.asarray(value.input_ids)
         if not 0 < value.n_tokens <= ids.size:
             raise UsageError(f"a LlamaState of {value.n_tokens} tokens must name that many in input_ids, and names {ids.size}")
+        if are_filled(np.asarray(value.scores), value.n_tokens):
+            raise LayoutError("with logits_all the logits of all tokens belong to it, and those aren't kept on disk")
         data = np.frombuffer(value.llama_state, np.uint8)[: value.llama_state_size]
         identity = _Signature.of(value, data).identity
         cache, tokens = PrefixCache(self._repository, identity), ids[: value.n_tokens]
         if (differing := _first_difference(cache, tokens, data)) is not None:
             # Of a model that looks alike. Mixed with its blocks this would be a state that no model ever had.
             cache.forget(tokens[: differing + 1])
-        cache.save(tokens, data, Form.WHOLE)
+        allowance.save(self._repository, lambda: cache.save(tokens, data, Form.WHOLE))
         self._last = identity.fingerprint
 
     def find(self, key: Sequence[int]) -> Found | None:

@@ -18,7 +18,7 @@ from kvkeep.cache.adapters.backing import Backing, Wishes
 from kvkeep.cache.adapters.base_cache import BaseLlamaCache
 from kvkeep.cache.adapters.context import ON_DEVICE, PARTIAL_ONLY, Context, LiveContext, address, memory_of
 from kvkeep.cache.adapters.ending import Ending
-from kvkeep.cache.adapters.live import is_private
+from kvkeep.cache.adapters.live import is_private, was_cut
 from kvkeep.cache.layout import Bytes
 from kvkeep.cache.memory import Memory, MemoryKind
 from kvkeep.cache.points import Point
@@ -380,6 +380,8 @@ class HybridCheckpointCache(BaseLlamaCache):
         if self._context.pos_max(seq_id) != checkpoint.pos - 1:
             llama_cpp.llama_memory_seq_rm(self._context.memory, seq_id, -1, -1)
             return self._refuse("taken", "llama.cpp took the checkpoint and stands somewhere else")
+        if seq_id == 0:
+            was_cut(address(self._ctx), 0 if checkpoint._full is not None else checkpoint.pos)
         # What stood above it is cut away.
         self._forget(seq_id, lambda other: other.pos > checkpoint.pos or not checkpoint._tokens.startswith(other._tokens))
         return True

@@ -41,6 +41,9 @@ class LlamaDiskCache(BaseLlamaCache):
     the content of its model, its adapters and its settings, for every kind of memory. So several models may share a folder, and
     none ever gets another one's state.
 
+    A chat handler for images decodes before it asks, so the first chat that a model has with this cache is left as it is,
+    neither restored nor stored. Where each program has one chat only, use `for_model`.
+
     **States put in or taken out by hand** (`cache[tokens] = llm.save_state()`, `llm.load_state(cache[tokens])`) come without
     their model. They are kept apart by what a state says itself: architecture, layers, types and sizes, vocabulary, n_ctx, and
     the version of llama-cpp-python. That can't tell a model from its fine-tune, nor see adapters, rope settings, `swa_full` or
@@ -219,6 +222,9 @@ class _Bound(PersistentLlamaCache):
     def __init__(self, llm: Any, options: dict[str, Any], owner: LlamaDiskCache) -> None:
         self._owner = weakref.ref(owner)
         super().__init__(llm, options)
+        # It comes to be when a completion asks. What the context holds then was maybe decoded for that very completion, by a
+        # chat handler, with an image in it.
+        self._handed_over = True
 
     @property
     def owner(self) -> LlamaDiskCache | None:
@@ -237,6 +243,10 @@ class _Bound(PersistentLlamaCache):
 
     def _is_wanted(self, llm: Any) -> bool:
         return llm.cache is not None and llm.cache is self.owner
+
+    def _let_be(self, llm: Any) -> None:
+        # Its owner makes another one if it is set again.
+        self.close()
 
     def _as_seen(self) -> BaseLlamaCache | None:
         return self.owner

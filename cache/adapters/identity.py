@@ -1,6 +1,8 @@
-"""What a `llama_cpp.Llama` says about itself: the ingredients of its fingerprint."""
+"""What a `llama_cpp.Llama` says about itself: the ingredients of its fingerprint, its name, whether it sees."""
 
 import os
+import weakref
+from collections.abc import Hashable
 from typing import Any
 
 import llama_cpp
@@ -8,11 +10,13 @@ import llama_cpp
 from kvkeep.cache.fingerprint import Identification, Ingredients, model_files
 from kvkeep.cache.memory import Memory
 from kvkeep.cache.prefix_cache import Identity
+from kvkeep.store.digests import FileStamp
 from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.repository import Repository
 
 # Fields of llama_context_params that change keys and values. Not in it, because they change only speed or rounding:
-# n_ctx (but see `_beyond_original_context`), n_batch, n_ubatch, n_threads, n_seq_max, offload_kqv, op_offload.
+# n_ctx (but see `_beyond_original_context`), n_batch, n_ubatch, n_threads, n_seq_max (but see `ingredients_of`), offload_kqv,
+# op_offload.
 _CONTEXT_FIELDS = (
     "rope_scaling_type",
     "rope_freq_base",
@@ -49,6 +53,9 @@ def ingredients_of(llm: Any, extra: str = "") -> Ingredients:
         "beyond_original_context": str(_beyond_original_context(llm)),
         "extra": extra,
     }
+    if params.n_seq_max > 1 and not params.kv_unified:
+        # A state then has a part for each sequence, and llama.cpp takes it with no other number of them.
+        fields["streams"] = str(params.n_seq_max)
     files = model_files(llm.model_path)
     if llm.lora_path:
         fields["lora_scale"] = repr(float(llm.lora_scale))
@@ -83,6 +90,32 @@ def label_of(llm: Any) -> str:
     """The model's own name, for people."""
     name: str = llm.metadata.get("general.name") or os.path.basename(llm.model_path)
     return name
+
+
+def shape_of(llm: Any) -> Hashable:
+    """What tells it from other models without reading a file: settings, and the stamps of its files when first asked.
+
+    Good for as long as a process lives. Another `Llama` of the same files with the same settings has the same.
+    """
+    found = _shapes.get(llm)
+    if found is None:
+        ingredients = ingredients_of(llm)
+        try:
+            stamps = tuple(FileStamp.of(path) for path in ingredients.files)
+            found = (*sorted(ingredients.fields.items()), *stamps)
+        except OSError:
+            # The file is gone: this one is like no other.
+            found = object()
+        _shapes[llm] = found
+    return found
+
+
+_shapes: "weakref.WeakKeyDictionary[Any, Hashable]" = weakref.WeakKeyDictionary()
+
+
+def sees(llm: Any) -> bool:
+    """Whether its chats go through a handler for images, which decodes by itself and shows stale tokens where they are."""
+    return hasattr(llm.chat_handler, "clip_model_path")
 
 
 def _beyond_original_context(llm: Any) -> bool:

@@ -35,6 +35,12 @@ def is_private(context: int) -> bool:
     return live is not None and live.is_private
 
 
+def was_cut(context: int, length: int) -> None:
+    """Sequence 0 of the context at this address was cut back to `length` by somebody who does that by hand."""
+    if (live := _watched.get(context)) is not None:
+        live.was_cut(length)
+
+
 class LiveSequence:
     """Sequence 0 of one `Llama`. The object itself is passed to each call, so that it isn't kept alive from here."""
 
@@ -60,7 +66,23 @@ class LiveSequence:
             # n_tokens promises more than the memory holds, as a refused load_state leaves it. (Positions of images are
             # another matter: with M-RoPE many share one, so only text is held to this.)
             self.empty(llm)
+        self._notice_moves(llm)
         self._forget(llm.n_tokens)
+
+    def _notice_moves(self, llm: Any) -> None:
+        """Forget what was known where the memory was shifted or cut through the C API.
+
+        Each cut that is ours, or goes through `Llama`, has shortened the ledger as well; if the memory is shorter than that,
+        its middle may be what is gone. And whoever shifts and tells `input_ids` shows there where that begins.
+        """
+        if self.context.pos_max() < len(self._ledger) - 1:
+            self._forget(0)
+        if (at := self._ledger.differs(llm.input_ids[: llm.n_tokens])) is not None:
+            self._forget(at)
+
+    def was_cut(self, length: int) -> None:
+        """Positions from `length` on were removed or moved, by somebody else."""
+        self._forget(length)
 
     def _forget(self, length: int) -> None:
         """Positions from `length` on are gone, or nobody knows what they hold."""
@@ -189,6 +211,7 @@ class LiveSequence:
             A list that holds, afterwards, the number of tokens decoded and the seconds that took.
         """
         self._notice_foreign_decodes()
+        self._notice_moves(llm)
         at = llm.n_tokens
         # Now, and not when it is over: a second interrupt may come then.
         self._forget(at)
@@ -247,7 +270,8 @@ class LiveSequence:
         self._notice_foreign_decodes()
         n_tokens = llm.n_tokens
         known = self._ledger.proven and n_tokens > 0 and len(self._ledger) == n_tokens and not self._ledger.is_private
-        if not known or not np.array_equal(self._ledger.tokens, llm.input_ids[:n_tokens]):
+        # (input_ids ends at n_ctx, a recurrent model may not.)
+        if not known or self._ledger.differs(llm.input_ids[:n_tokens]) is not None:
             return NO_TOKENS
         if self.context.pos_max() >= n_tokens and self.context.can_cut_to(n_tokens):
             # An interrupt leaves the memory ahead of n_tokens, and logits that aren't those of its last token.

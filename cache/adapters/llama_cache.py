@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -35,6 +36,9 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
     def __init__(self, llm: Any, options: dict[str, Any]) -> None:
         BaseLlamaCache.__init__(self, options["wishes"].capacity_bytes)
         self._asked: list[int] | None = None
+        self._was_set = False
+        self._off: ExitStack | None = None
+        """Open for as long as the model has another cache, or none, after it had this one."""
         Attachment.__init__(self, llm, options)
 
     @classmethod
@@ -46,6 +50,7 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         capacity_bytes: int = DEFAULT_CAPACITY,
         reserve_bytes: int | None = None,
         lifetime: timedelta | None = None,
+        daily_bytes: int | None = None,
         break_even: bool = True,
         identity: str = "",
     ) -> "PersistentLlamaCache":
@@ -54,7 +59,7 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         Raises:
             UsageError: an argument is wrong.
         """
-        wishes = Wishes(capacity_bytes, reserve_bytes, lifetime)
+        wishes = Wishes(capacity_bytes, reserve_bytes, lifetime, daily_bytes)
         return cls(llm, session_options(llm, path, wishes, break_even, identity))
 
     @property
@@ -71,7 +76,8 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
             assembled only if something looks at more than its tokens.
 
         Raises:
-            KeyError: nothing of it is stored, it couldn't be restored, or decoding is quicker. The text says which.
+            KeyError: nothing of it is stored, it couldn't be restored, decoding is quicker, or the model has logits_all. The
+                text says which.
         """
         if not self.is_active:
             raise KeyError("the cache is closed")
@@ -84,6 +90,9 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         cache = self._session.cache
         if cache is None:
             raise KeyError(str(match))
+        if llm._logits_all:
+            # Loaded by hand, it would wipe the logits of what the context holds.
+            raise KeyError("logits of all tokens are wanted, and a stored state has none")
         # No longer than what the context holds now, or Llama would load it over that.
         stored = self.stored(tokens[: match.length])
         if stored is None:
@@ -130,6 +139,22 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         if llm is not None and llm.cache is self:
             llm.set_cache(None)
 
+    def _is_wanted(self, llm: Any) -> bool:
+        is_set = llm.cache is self
+        if is_set and self._off is not None:
+            self._off.close()
+            self._off = None
+            # Nobody has looked at what was decoded meanwhile.
+            self._session.was_reset()
+        self._was_set |= is_set
+        return is_set or not self._was_set
+
+    def _let_be(self, llm: Any) -> None:
+        # Not closed: it may be set again.
+        if self._off is None:
+            self._off = ExitStack()
+            self._off.enter_context(self._session.no_store(llm))
+
     def _settle(self, llm: Any, prompt: list[int]) -> None:
         # Llama has just asked for this prompt, and nothing was decoded since.
         asked, self._asked = self._asked, None
@@ -147,6 +172,14 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
     def _move(self, name: str, context: Any, *args: Any, **kwargs: Any) -> None:
         self._asked = None
         super()._move(name, context, *args, **kwargs)
+
+    def _clear(self, context: Any) -> None:
+        self._asked = None
+        super()._clear(context)
+
+    def _remove(self, context: Any, seq_id: int, p0: int, p1: int) -> bool:
+        self._asked = None
+        return super()._remove(context, seq_id, p0, p1)
 
     def _save_state(self, llm: Any) -> LlamaState:
         # For this cache, which looks at the tokens only.

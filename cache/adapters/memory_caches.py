@@ -5,15 +5,17 @@ What is different, and why, is in `tests/adapters/test_stock_classes.py`, line b
 
 import threading
 from abc import abstractmethod
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llama_cpp import LlamaState
 
-from kvkeep.cache.adapters.base_cache import STOCK_CAPACITY, BaseLlamaCache, key_tokens
+from kvkeep.cache.adapters.base_cache import STOCK_CAPACITY, BaseLlamaCache, asking_llama, key_tokens, may_hold_images
+from kvkeep.cache.adapters.identity import shape_of
+from kvkeep.cache.adapters.states import are_filled
 from kvkeep.cache.token_tree import Tokens, TokenTree
 from kvkeep.store.errors import UsageError
 
@@ -24,23 +26,25 @@ class _Kept:
     Args:
         key: the tokens that it is found by.
         value: what was handed over; nothing of it is kept but bytes that can't change.
+        shape: of the model whose completion it comes from; None if it was put in by hand.
 
     Raises:
         UsageError: it says that it has more tokens than it names.
     """
 
-    __slots__ = ("_ids_size", "_n_vocab", "_scores", "_seed", "_state", "_tokens", "key")
+    __slots__ = ("_ids_size", "_n_vocab", "_scores", "_seed", "_state", "_tokens", "key", "shape")
 
-    def __init__(self, key: Tokens, value: LlamaState) -> None:
+    def __init__(self, key: Tokens, value: LlamaState, shape: Hashable) -> None:
         ids = np.asarray(value.input_ids)
         if not 0 <= value.n_tokens <= ids.size:
             raise UsageError(f"a LlamaState of {value.n_tokens} tokens must name that many in input_ids, and names {ids.size}")
         self.key = key
+        self.shape = shape
         self._tokens = ids[: value.n_tokens].copy()
         self._ids_size = ids.size
         scores = np.asarray(value.scores)
         self._n_vocab = scores.shape[-1] if scores.ndim else 0
-        self._scores: npt.NDArray[np.single] | None = scores.copy() if _are_filled(scores, value.n_tokens) else None
+        self._scores: npt.NDArray[np.single] | None = scores.copy() if are_filled(scores, value.n_tokens) else None
         self._state = bytes(value.llama_state)[: value.llama_state_size]
         self._seed = value.seed
 
@@ -60,14 +64,6 @@ class _Kept:
         return LlamaState(ids, scores, self._tokens.size, self._state, len(self._state), self._seed)
 
 
-def _are_filled(scores: npt.NDArray[np.single], n_tokens: int) -> bool:
-    """Whether scores are the logits of all tokens, as with logits_all.
-
-    Else `Llama` has never filled them: they are zeros, or whatever that memory held before, and twice as large as the state.
-    """
-    return scores.ndim == 2 and len(scores) == n_tokens and 2 * int(np.count_nonzero(scores)) > scores.size
-
-
 class _MemoryCache(BaseLlamaCache):
     """States in memory, the least recently used ones first to go. Safe to use from several threads."""
 
@@ -79,9 +75,9 @@ class _MemoryCache(BaseLlamaCache):
     def _fill(self, entries: Sequence[_Kept]) -> None:
         """Hold these and nothing else; the most recently used one is the last."""
         self._lock = threading.Lock()
-        self._tree: TokenTree[_Kept] = TokenTree()
+        self._trees: defaultdict[Hashable, TokenTree[_Kept]] = defaultdict(TokenTree)
         for kept in entries:
-            self._tree.put(kept.key, kept)
+            self._trees[kept.shape].put(kept.key, kept)
         self._by_use: OrderedDict[_Kept, None] = OrderedDict.fromkeys(entries)
         self._bytes = sum(kept.n_bytes for kept in entries)
 
@@ -94,9 +90,16 @@ class _MemoryCache(BaseLlamaCache):
         self.capacity_bytes, self.verbose = state["capacity_bytes"], state["verbose"]
         self._fill(state["entries"])
 
+    def _find(self, key: Tokens, shape: Hashable) -> _Kept | None:
+        """The entry that this key reads: in a completion one of the same model or one that was put in by hand."""
+        wanted = list(self._trees) if shape is None else [tree for tree in (shape, None) if tree in self._trees]
+        found = [self._found(self._trees[tree], key) for tree in wanted]
+        return max(found, key=lambda match: match[0], default=(-1, None))[1]
+
+    @staticmethod
     @abstractmethod
-    def _find(self, key: Tokens) -> _Kept | None:
-        """The entry that this key reads."""
+    def _found(tree: TokenTree[_Kept], key: Tokens) -> tuple[int, _Kept | None]:
+        """The entry of one tree that a key reads, behind the number of tokens that it serves; -1 if there is none."""
 
     @property
     def cache_size(self) -> int:
@@ -105,17 +108,18 @@ class _MemoryCache(BaseLlamaCache):
 
     def _find_longest_prefix_key(self, key: tuple[int, ...]) -> tuple[int, ...] | None:
         with self._lock:
-            found = self._find(key_tokens(key))
+            found = self._find(key_tokens(key), self._asking_shape())
         return None if found is None else tuple(found.key.tolist())
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
         """The state that this key finds; it becomes the most recently used one.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is none. In a completion those of other models don't count.
         """
+        shape = self._asking_shape()
         with self._lock:
-            found = self._find(key_tokens(key))
+            found = self._find(key_tokens(key), shape)
             if found is None:
                 self._say("%d tokens: nothing found", len(key))
                 raise KeyError(self._missing(key))
@@ -130,23 +134,32 @@ class _MemoryCache(BaseLlamaCache):
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
         """Keep a copy of a state, in place of one with the same key.
 
-        One that is larger than everything that may be kept isn't, and drives nobody out.
+        One that is larger than everything that may be kept isn't, and drives nobody out. Nor is one that may hold an image: its
+        tokens don't show that, and `Llama` never needs it, because chat handlers that see decode everything by themselves.
         """
-        kept = _Kept(key_tokens(key), value)
+        if may_hold_images(self):
+            self._say("%d tokens: not kept, there may be an image among them", len(key))
+            return
+        kept = _Kept(key_tokens(key), value, self._asking_shape())
         with self._lock:
-            before = self._tree.remove(kept.key)
+            before = self._trees[kept.shape].remove(kept.key)
             if before is not None:
                 self._forget(before)
             if kept.n_bytes > self.capacity_bytes:
                 self._say("a state of %d bytes is more than the %d that may be kept", kept.n_bytes, self.capacity_bytes)
                 return
-            self._tree.put(kept.key, kept)
+            self._trees[kept.shape].put(kept.key, kept)
             self._by_use[kept] = None
             self._bytes += kept.n_bytes
             while self._bytes > self.capacity_bytes:
                 oldest = next(iter(self._by_use))
-                self._tree.remove(oldest.key)
+                self._trees[oldest.shape].remove(oldest.key)
                 self._forget(oldest)
+
+    def _asking_shape(self) -> Hashable:
+        """The shape of the model in whose completion this is; None by hand."""
+        llm = asking_llama(self)
+        return None if llm is None else shape_of(llm)
 
     def _forget(self, kept: _Kept) -> None:
         del self._by_use[kept]
@@ -161,7 +174,8 @@ class LlamaRAMCache(_MemoryCache):
 
         llm.set_cache(LlamaRAMCache(capacity_bytes=4 << 30))
 
-    For one model: a cache in memory can't tell whose state it is asked for.
+    Where several models share it, none gets a state that a completion of another has stored. One that was put in by hand goes
+    to whoever asks: it doesn't say whose it is.
 
     Args:
         capacity_bytes: what all states together may take.
@@ -171,14 +185,16 @@ class LlamaRAMCache(_MemoryCache):
     def __init__(self, capacity_bytes: int = STOCK_CAPACITY, verbose: bool = False) -> None:
         super().__init__(capacity_bytes, verbose)
 
-    def _find(self, key: Tokens) -> _Kept | None:
-        return self._tree.longest_common(key)[1]
+    @staticmethod
+    def _found(tree: TokenTree[_Kept], key: Tokens) -> tuple[int, _Kept | None]:
+        length, kept = tree.longest_common(key)
+        return -1 if kept is None else length, kept
 
 
 class LlamaTrieCache(_MemoryCache):
     """States in memory, found by the longest of their keys that the asked one begins with.
 
-    For one model, as `LlamaRAMCache`.
+    For several models as `LlamaRAMCache` is.
 
     Args:
         capacity_bytes: what all states together may take.
@@ -187,8 +203,10 @@ class LlamaTrieCache(_MemoryCache):
     def __init__(self, capacity_bytes: int = STOCK_CAPACITY) -> None:
         super().__init__(capacity_bytes, verbose=False)
 
-    def _find(self, key: Tokens) -> _Kept | None:
-        return self._tree.longest_prefix(key)
+    @staticmethod
+    def _found(tree: TokenTree[_Kept], key: Tokens) -> tuple[int, _Kept | None]:
+        kept = tree.longest_prefix(key)
+        return -1 if kept is None else kept.key.size, kept
 
     def _missing(self, key: Sequence[int]) -> str:
         return f"Key {tuple(key)} not found"

@@ -22,18 +22,23 @@ import numpy as np
 
 from kvkeep.cache.adapters.backing import Backing, Wishes
 from kvkeep.cache.adapters.live import NO_TOKENS, LiveSequence, Tokens
+from kvkeep.cache.adapters.requests import Requests
 from kvkeep.cache.adapters.schedule import Schedule
 from kvkeep.cache.break_even import BreakEven
 from kvkeep.cache.match import Match, Reason, Source
 from kvkeep.cache.memory import MemoryKind
 from kvkeep.cache.points import Point
 from kvkeep.cache.prefix_cache import PrefixCache
-from kvkeep.cache.report import Reporter
-from kvkeep.store.errors import KvkeepError, StateRefused, TooLarge, UsageError
+from kvkeep.cache.report import Report, Reporter, Stats
+from kvkeep.store.errors import DailyLimit, KvkeepError, StateRefused, TooLarge, UsageError
 from kvkeep.store.repository import Repository
 
 # Said even when the context itself could give the tokens: the person may want to do something about it.
 _WORTH_SAYING = {Reason.BELOW_BREAK_EVEN, Reason.DAMAGED, Reason.REFUSED, Reason.UNAVAILABLE}
+
+# How many tokens must be at stake before a prompt waits for the disk, and for how long it does.
+WAIT_TOKENS = 64
+WAIT_SECONDS = 10.0
 
 
 class Session:
@@ -54,12 +59,14 @@ class Session:
         self.reporter = Reporter()
         self.rates = BreakEven()
         self.last: Match | None = None
+        self._requests = Requests()
         self._live = LiveSequence(llm)
         self._schedule = Schedule(self._live, self.rates, self.reporter)
         self._lock = threading.RLock()
         self._kept: Tokens = NO_TOKENS
         self._save_anyway = False
-        self._backing = Backing(self.reporter, self._live.context.memory, self._job_failed, self._is_ready)
+        self._was_cleared = False
+        self._backing = Backing(self.reporter, self._live.context.memory, self._job_failed, self._is_ready, self.stats)
         if self._live.context.has_memory:
             self._backing.open(llm, path, wishes, extra)
         else:
@@ -115,7 +122,9 @@ class Session:
             detail = "attached before a fork: attach again in this process" if forked else "the model is closed"
             self.last = Match(length=0, prompt_tokens=len(prompt), reason=Reason.UNAVAILABLE, detail=detail)
             return self.last
+        began = time.perf_counter()
         with self._lock:
+            before = self.last
             try:
                 match = self._settle(llm, np.asarray(prompt, np.int32), handed_over)
             except Exception as error:  # noqa: BLE001 - the border: whatever it is, the answer is the cold answer
@@ -124,13 +133,17 @@ class Session:
                 with self.reporter.border("clearing the context"):
                     self._live.empty(llm, buffers=True)
                 match = Match(length=0, prompt_tokens=len(prompt), reason=Reason.UNAVAILABLE, detail=str(error))
+            if self._was_cleared:
+                self._kept, self._was_cleared = NO_TOKENS, False
             self.last = match
-            restored = match.length if match.source is Source.DISK else 0
-            self.reporter.request(match, self.rates.decode_seconds(restored))
+            if match is not before:
+                self._requests.settled(match, time.perf_counter() - began)
+            self.reporter.request(match)
             return match
 
     def _settle(self, llm: Any, prompt: Tokens, handed_over: bool) -> Match:
         self._live.refresh(llm)
+        self._requests.begin(prompt, self._live.known_tokens().copy())
         n_tokens = len(prompt)
         at_its_end = n_tokens == llm.n_tokens and np.array_equal(llm.input_ids[:n_tokens], prompt)
         known = self._live.is_known(llm)
@@ -201,6 +214,7 @@ class Session:
         began = time.perf_counter()
         missed = Match(length=0, prompt_tokens=len(prompt), reason=Reason.DAMAGED)
         restored = cache.restore(stored, prompt)
+        self._requests.read(sum(entry.stored_bytes for entry in restored.used))
         if restored.damaged:
             self._kept, self._save_anyway = NO_TOKENS, True
             self._backing.quarantine(cache, restored)
@@ -225,6 +239,35 @@ class Session:
             state_bytes=restored.state.nbytes,
         )
 
+    def wait_for_kept(self, prompt: Sequence[int]) -> None:
+        """Before a look-up for somebody who has emptied the context: what it held last may still wait for the disk.
+
+        Chat handlers that see begin each turn so, and without this a turn right behind the other would be decoded anew.
+        """
+        if self._backing.unavailable or self.cache is None or self._pid != os.getpid():
+            return
+        n_tokens = min(len(prompt), len(self._kept), WAIT_TOKENS)
+        if n_tokens == WAIT_TOKENS and np.array_equal(self._kept[:n_tokens], prompt[:n_tokens]):
+            self._backing.flush(WAIT_SECONDS)
+
+    def report(self, llm: Any) -> Report | None:
+        """What became of the last request; None before the first."""
+        with self._lock:
+            if self.last is None:
+                return None
+            model = llm if llm is not None and self._is_usable(llm) else None
+            cache = None if model is None or self._backing.unavailable else self.cache
+            try:
+                return self._requests.report(self.last, model, cache)
+            except KvkeepError as error:
+                self.reporter.error("comparing a prompt", error)
+                self._backing.look_after(error)
+                return Report(match=self.last)
+
+    def stats(self) -> Stats:
+        """Totals since the beginning. A copy."""
+        return self.reporter.snapshot(self.rates.decode_seconds)
+
     # -- observe --------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -234,6 +277,7 @@ class Session:
             yield
         decoded, seconds = outcome
         self.rates.prefilled(int(decoded), seconds)
+        self._requests.decoded(int(decoded), seconds)
 
     def pieces(self, llm: Any, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
         """Cut a prompt where checkpoints are to be taken, and take one behind each piece that has been decoded."""
@@ -261,6 +305,11 @@ class Session:
         with self._lock:
             self._live.was_reset()
 
+    def was_cut(self, length: int) -> None:
+        """Positions from `length` on were removed or moved through `Llama`'s context."""
+        with self._lock:
+            self._live.was_cut(length)
+
     @contextmanager
     def loading(self, llm: Any, *, proven: bool) -> Iterator[None]:
         """Around `Llama.load_state`. If it fails, the context is emptied: stock leaves `n_tokens` promising a state."""
@@ -287,10 +336,15 @@ class Session:
         tokens = self._live.keepable(llm)
         if len(tokens) == 0 or self._is_kept(tokens):
             return
+        if self._is_one_shot(tokens):
+            self._kept = tokens
+            return
         context = self._live.context
         opaque = context.memory.kind is MemoryKind.UNKNOWN
         if opaque and not self._backing.fits(context.state_bytes()):
             self._kept = tokens
+            # Not new any more, or the same state would be counted as dropped at every look.
+            self._live.points.handed_over(self._live.points.unsaved())
             return
         self._live.take_point(llm)
         points = self._live.points.unsaved()
@@ -308,6 +362,17 @@ class Session:
         self.keep(llm)
         with self._live.private():
             yield
+
+    def want(self) -> None:
+        """Somebody asked for what the context holds to be kept."""
+        with self._lock:
+            self._requests.want()
+            self._kept = NO_TOKENS
+
+    def was_cleared(self) -> None:
+        """What was saved is gone from the store, by somebody's wish: it comes back with the next request, not with the end."""
+        with self._lock:
+            self._was_cleared = True
 
     def forget_kept(self) -> None:
         """What was saved is gone from the store: it may be saved again."""
@@ -332,6 +397,15 @@ class Session:
             return False
         return self.cache is not None and self.cache.match(tokens).length == len(tokens)
 
+    def _is_one_shot(self, tokens: Tokens) -> bool:
+        """Whether nothing would ever be restored of it. Counted, and said once."""
+        found = False
+        with self.reporter.border("comparing a prompt"):
+            found = self._requests.is_one_shot(tokens, self.cache)
+        if found and self._requests.is_first_asked():
+            self.reporter.one_shot()
+        return found
+
     def _saved(self, points: Sequence[Point], cache: PrefixCache) -> None:
         """Runs in the writer's thread, or in that of whoever flushes."""
         self._live.points.saved(points)
@@ -340,8 +414,8 @@ class Session:
             cache.repository.flush_touched()
 
     def _job_failed(self, error: BaseException | None) -> None:
-        if not isinstance(error, TooLarge):
-            # It isn't stored, so the next state must not be skipped because of it. (Too large it stays.)
+        if not isinstance(error, TooLarge | DailyLimit):
+            # It isn't stored, so the next state must not be skipped because of it. (Too large it stays, as does the day.)
             self._kept = NO_TOKENS
 
     def _is_usable(self, llm: Any) -> bool:

@@ -118,6 +118,14 @@ class PresentState(LlamaState):
         return int(self._copied.llama_state_size)
 
 
+def are_filled(scores: npt.NDArray[np.single], n_tokens: int) -> bool:
+    """Whether scores are the logits of all tokens, as with logits_all.
+
+    Else `Llama` has never filled them: they are zeros, or whatever that memory held before, and twice as large as the state.
+    """
+    return scores.ndim == 2 and len(scores) == n_tokens and 2 * int(np.count_nonzero(scores)) > scores.size
+
+
 def whole_state(llm: Any, session: Session) -> LlamaState:
     """What a model holds, for stock code, where its window lacks positions that llama.cpp would have kept.
 

@@ -45,7 +45,7 @@ def _one(run: Run, number: int, way: str) -> dict[str, Any]:
     system, turns = (200, 2) if run.quick else (1000, 5)
 
     def talk(messages: list[texts.Message], first: int, turns: int) -> dict[str, Any]:
-        given = {"way": way, "folder": str(folder), "system": system, "messages": messages}
+        given: dict[str, Any] = {"way": way, "folder": str(folder), "system": system, "messages": messages}
         return children.run(__file__, "talk", **given, first=first, turns=turns)
 
     run.say(f"round {number + 1}: {way}")

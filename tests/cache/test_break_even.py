@@ -35,10 +35,28 @@ def test_first_measurement_counts_in_full_and_later_ones_in_part() -> None:
     rates = BreakEven()
     rates.prefilled(1000, 1.0)
     assert rates.prefill_rate == 1000.0
+    rates.prefilled(500, 1.0)
+    assert rates.prefill_rate == pytest.approx(850.0)
     rates.prefilled(2000, 1.0)
-    assert rates.prefill_rate == pytest.approx(1300.0)
+    assert rates.prefill_rate == pytest.approx(0.7 * 850 + 0.3 * 2000)
     rates.restored(100 * MB, 1.0 + OVERHEAD_SECONDS)
     assert rates.restore_rate == pytest.approx(100e6)
+
+
+def test_a_first_decode_that_waits_for_the_weights_counts_only_until_the_second() -> None:
+    rates = BreakEven()
+    rates.prefilled(100, 10.0)
+    assert rates.prefill_rate == 10.0
+    rates.prefilled(1000, 1.0)
+    assert rates.prefill_rate == 1000.0
+
+
+def test_a_first_decode_that_waits_for_the_weights_does_not_slow_a_remembered_rate() -> None:
+    rates = BreakEven(prefill_rate=1000.0)
+    rates.prefilled(100, 10.0)
+    assert rates.prefill_rate == 1000.0
+    rates.prefilled(500, 1.0)
+    assert rates.prefill_rate == pytest.approx(850.0)
 
 
 @pytest.mark.parametrize(("tokens", "seconds"), [(31, 1.0), (0, 1.0), (1000, 0.0), (1000, -1.0)])

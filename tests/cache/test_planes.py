@@ -58,6 +58,20 @@ def test_a_payload_is_a_permutation_of_its_sections(layout: Layout, n_tokens: in
     assert np.array_equal(np.sort(payload), np.sort(plain))
 
 
+def test_only_what_lies_in_one_buffer_is_worked_at_as_one() -> None:
+    """Sections that were put in order have memory of their own. It may stand at equal distances by accident, and numpy's own
+    copies lie between.
+    """
+    pool = bytearray(4 * 100)
+    own = [np.frombuffer(memoryview(pool)[at : at + 40], np.uint8).reshape(1, 4, 10) for at in range(0, 400, 100)]
+    assert len(list(planes._stacked(own))) == 4
+    whole = np.frombuffer(pool, np.uint8)
+    views = [whole[at : at + 40].reshape(1, 4, 10) for at in range(0, 400, 100)]
+    (stack,) = planes._stacked(views)
+    assert stack.shape == (4, 1, 4, 10)
+    assert [stack[i].base is not None and np.shares_memory(stack[i], views[i]) for i in range(4)] == [True] * 4
+
+
 def test_planes_lie_as_the_format_says() -> None:
     layout = dense_layout(1, 2)
     buffer, state = blank([layout], 1)

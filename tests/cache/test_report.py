@@ -11,14 +11,23 @@ from kvkeep.cache.report import Reporter
 
 def test_hits_and_misses_are_counted_apart() -> None:
     reporter = Reporter()
-    reporter.request(Match(length=0, prompt_tokens=10, reason=Reason.EMPTY), None)
-    reporter.request(Match(length=8, prompt_tokens=10, source=Source.LIVE), None)
-    reporter.request(Match(length=9, prompt_tokens=10, source=Source.DISK, seconds=0.25), 2.0)
-    stats = reporter.stats
+    reporter.request(Match(length=0, prompt_tokens=10, reason=Reason.EMPTY))
+    reporter.request(Match(length=8, prompt_tokens=10, source=Source.LIVE))
+    reporter.request(Match(length=9, prompt_tokens=10, source=Source.DISK, seconds=0.25))
+    stats = reporter.snapshot(lambda n_tokens: n_tokens / 4.5)
     assert (stats.requests, stats.hits, stats.prompt_tokens) == (3, 1, 30)
     assert (stats.restored_tokens, stats.live_tokens, stats.decoded_tokens) == (9, 8, 13)
     assert (stats.restore_seconds, stats.saved_seconds) == (0.25, 1.75)
     assert stats.reasons == {"found": 2, "empty": 1}
+
+
+def test_saved_seconds_follow_the_speed_that_is_known_when_asked() -> None:
+    """The first decode after a start waits for the disk, and what was estimated by it must not stay."""
+    reporter = Reporter()
+    reporter.request(Match(length=100, prompt_tokens=101, source=Source.DISK, seconds=0.5))
+    assert reporter.snapshot().saved_seconds == 0.0
+    assert reporter.snapshot(lambda n_tokens: n_tokens / 1.0).saved_seconds == 99.5
+    assert reporter.snapshot(lambda n_tokens: n_tokens / 100.0).saved_seconds == 0.5
 
 
 def test_saves_and_evictions_add_up() -> None:

@@ -45,6 +45,9 @@ _DEFAULTS = {"n_ctx": 1024, "n_batch": 128, "n_threads": 1, "n_threads_batch": 1
 def load(path: str, **options: Any) -> Llama:
     """A quiet `Llama` with a small context."""
     llm = Llama(path, **(_DEFAULTS | options))
+    if not options.get("logits_all"):
+        # `Llama` never fills them then, and leaves what this memory held before: logits of another test's model now and then.
+        llm.scores[...] = 0.0
     _count_decodes(llm)
     return llm
 

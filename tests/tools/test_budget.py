@@ -16,7 +16,15 @@ def limits(kvkeep: Kvkeep, path: Path, *arguments: object) -> tuple[int, int, in
     result = kvkeep("budget", "--path", path, "--json", *arguments)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    assert list(found) == ["path", "exists", "capacity_bytes", "reserve_bytes", "lifetime_seconds"]
+    assert list(found) == [
+        "path",
+        "exists",
+        "capacity_bytes",
+        "reserve_bytes",
+        "lifetime_seconds",
+        "daily_bytes",
+        "stored_today",
+    ]
     return found["capacity_bytes"], found["reserve_bytes"], found["lifetime_seconds"]
 
 

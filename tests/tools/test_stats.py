@@ -25,8 +25,11 @@ KEYS = [
     "reserve_bytes",
     "free_bytes",
     "lifetime_seconds",
+    "daily_bytes",
+    "stored_today",
     "pins",
     "totals",
+    "use",
     "models",
 ]
 MODEL_KEYS = {

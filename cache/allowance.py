@@ -1,0 +1,74 @@
+"""How many bytes may be stored a day: for disks that wear out.
+
+A count of the root, not of the process, because the disk is the same for all. Days end at midnight UTC. It is kept only where
+there is a limit, as it costs one more commit a save.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from kvkeep.cache.batches import Saved
+from kvkeep.store import rows, settings
+from kvkeep.store.engine import Connection
+from kvkeep.store.errors import DailyLimit, KvkeepError, StoreLocked
+from kvkeep.store.repository import Repository
+
+_DAY_SECONDS = 86_400
+
+
+def today() -> int:
+    """Days since 1970, UTC."""
+    return int(time.time() // _DAY_SECONDS)
+
+
+def limit(connection: Connection) -> int:
+    """Bytes that may be stored a day; 0 is as many as come."""
+    return max(0, settings.find(connection, settings.DAILY_BYTES) or 0)
+
+
+def stored_today(connection: Connection) -> int:
+    """Bytes that were stored today, since there has been a limit."""
+    if settings.find(connection, settings.STORED_DAY) != today():
+        return 0
+    return max(0, settings.find(connection, settings.STORED_BYTES) or 0)
+
+
+def save(repository: Repository, run: Callable[[], Saved]) -> Saved:
+    """Do a save, unless as much as may be was stored today, and count what it stores.
+
+    The save that reaches the limit is still done as a whole: how much is new in a state shows only while it is saved.
+
+    Args:
+        repository: the root.
+        run: does it.
+
+    Raises:
+        DailyLimit: it wasn't begun.
+    """
+    with repository.rows() as connection:
+        at_most, so_far = limit(connection), stored_today(connection)
+    if at_most == 0:
+        return run()
+    if so_far >= at_most:
+        raise DailyLimit(f"{at_most} bytes may be stored a day, and today they were: more is stored after midnight UTC")
+    began = time.time()
+    try:
+        saved = run()
+    except StoreLocked:
+        raise  # it wasn't begun
+    except BaseException:
+        # Some batches of it may be on the disk.
+        with suppress(KvkeepError):
+            _count(repository, lambda connection: rows.stored_since(connection, began))
+        raise
+    if saved.written_bytes:
+        _count(repository, lambda _: saved.written_bytes)
+    return saved
+
+
+def _count(repository: Repository, n_bytes: Callable[[Connection], int]) -> None:
+    with repository.writing() as writing, writing.index.write() as connection:
+        total = stored_today(connection) + n_bytes(connection)
+        settings.put(connection, settings.STORED_DAY, today())
+        settings.put(connection, settings.STORED_BYTES, total)
