@@ -4,8 +4,8 @@ Blocks give the attention caches, rows of the window the windowed one, a checkpo
 state gives everything.
 """
 
+import _thread
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ class _Workers:
     """Threads that wait for work, as long as the process lives.
 
     Not a `ThreadPoolExecutor`: an interrupt while that starts a thread or takes a job can leave a worker that nobody wakes
-    any more, and the interpreter's end waits for it for ever. These are daemons, and the queue is interrupted by nothing.
+    any more, and the interpreter's end waits for it for ever. Nobody waits for these, and the queue is interrupted by nothing.
     """
 
     def __init__(self) -> None:
@@ -72,8 +72,9 @@ class _Workers:
     def submit(self, job: Callable[[], None]) -> None:
         """Have a job done; it must not raise."""
         while self._count < min(MAX_THREADS, os.cpu_count() or 1):
+            # Not `Thread.start`: that waits for the thread, and an interrupt meanwhile can leave the thread waiting for ever.
+            _thread.start_new_thread(self._loop, ())
             self._count += 1
-            threading.Thread(target=self._loop, name="kvkeep-restore", daemon=True).start()
         self._jobs.put(job)
 
     def _loop(self) -> None:

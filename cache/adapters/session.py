@@ -14,31 +14,25 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvkeep.cache.adapters.backing import Backing, Wishes
-from kvkeep.cache.adapters.live import NO_TOKENS, LiveSequence, Tokens
+from kvkeep.cache.adapters.keeping import Keeping
+from kvkeep.cache.adapters.live import LiveSequence, Tokens
 from kvkeep.cache.adapters.requests import Requests
 from kvkeep.cache.adapters.schedule import Schedule
 from kvkeep.cache.break_even import BreakEven
 from kvkeep.cache.match import Match, Reason, Source
-from kvkeep.cache.memory import MemoryKind
-from kvkeep.cache.points import Point
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.report import Report, Reporter, Stats
-from kvkeep.store.errors import DailyLimit, KvkeepError, StateRefused, TooLarge, UsageError
+from kvkeep.store.errors import KvkeepError, StateRefused, UsageError
 from kvkeep.store.repository import Repository
 
 # Said even when the context itself could give the tokens: the person may want to do something about it.
 _WORTH_SAYING = {Reason.BELOW_BREAK_EVEN, Reason.DAMAGED, Reason.REFUSED, Reason.UNAVAILABLE}
-
-# How many tokens must be at stake before a prompt waits for the disk, and for how long it does.
-WAIT_TOKENS = 64
-WAIT_SECONDS = 10.0
 
 
 class Session:
@@ -63,10 +57,10 @@ class Session:
         self._live = LiveSequence(llm)
         self._schedule = Schedule(self._live, self.rates, self.reporter)
         self._lock = threading.RLock()
-        self._kept: Tokens = NO_TOKENS
-        self._save_anyway = False
-        self._was_cleared = False
-        self._backing = Backing(self.reporter, self._live.context.memory, self._job_failed, self._is_ready, self.stats)
+        self._backing = Backing(
+            self.reporter, self._live.context.memory, lambda error: self._keeping.failed(error), self._is_ready, self.stats
+        )
+        self._keeping = Keeping(self._live, self._backing, self._requests, self.rates, self.reporter)
         if self._live.context.has_memory:
             self._backing.open(llm, path, wishes, extra)
         else:
@@ -133,8 +127,7 @@ class Session:
                 with self.reporter.border("clearing the context"):
                     self._live.empty(llm, buffers=True)
                 match = Match(length=0, prompt_tokens=len(prompt), reason=Reason.UNAVAILABLE, detail=str(error))
-            if self._was_cleared:
-                self._kept, self._was_cleared = NO_TOKENS, False
+            self._keeping.prompt_came()
             self.last = match
             if match is not before:
                 self._requests.settled(match, time.perf_counter() - began)
@@ -151,7 +144,7 @@ class Session:
             return self._decoded_before(n_tokens, known, handed_over)
         with self.reporter.border("saving"):
             # What a dropped stream has left: the next lines may cut it away.
-            self._keep(llm)
+            self._keeping.keep(llm)
         usable = self._live.usable_prefix(llm, prompt)
         match = self._from_store(llm, prompt, usable)
         if match.source is Source.DISK:
@@ -216,7 +209,7 @@ class Session:
         restored = cache.restore(stored, prompt)
         self._requests.read(sum(entry.stored_bytes for entry in restored.used))
         if restored.damaged:
-            self._kept, self._save_anyway = NO_TOKENS, True
+            self._keeping.again()
             self._backing.quarantine(cache, restored)
         if restored.length <= usable:
             return replace(missed, detail=restored.detail)
@@ -225,7 +218,7 @@ class Session:
         except StateRefused as error:
             self.reporter.error("restoring a state", error)
             refused, why = restored.used, str(error)
-            self._kept, self._save_anyway = NO_TOKENS, True
+            self._keeping.again()
             self._backing.later(lambda: self.reporter.quarantined(cache.remove(refused), why))
             return replace(missed, reason=Reason.REFUSED, detail=why)
         seconds = time.perf_counter() - began
@@ -238,17 +231,6 @@ class Session:
             seconds=seconds,
             state_bytes=restored.state.nbytes,
         )
-
-    def wait_for_kept(self, prompt: Sequence[int]) -> None:
-        """Before a look-up for somebody who has emptied the context: what it held last may still wait for the disk.
-
-        Chat handlers that see begin each turn so, and without this a turn right behind the other would be decoded anew.
-        """
-        if self._backing.unavailable or self.cache is None or self._pid != os.getpid():
-            return
-        n_tokens = min(len(prompt), len(self._kept), WAIT_TOKENS)
-        if n_tokens == WAIT_TOKENS and np.array_equal(self._kept[:n_tokens], prompt[:n_tokens]):
-            self._backing.flush(WAIT_SECONDS)
 
     def report(self, llm: Any) -> Report | None:
         """What became of the last request; None before the first."""
@@ -328,32 +310,7 @@ class Session:
         if not self._is_usable(llm):
             return
         with self._lock, self.reporter.border("saving"):
-            self._keep(llm)
-
-    def _keep(self, llm: Any) -> None:
-        if self._backing.unavailable:
-            return
-        tokens = self._live.keepable(llm)
-        if len(tokens) == 0 or self._is_kept(tokens):
-            return
-        if self._is_one_shot(tokens):
-            self._kept = tokens
-            return
-        context = self._live.context
-        opaque = context.memory.kind is MemoryKind.UNKNOWN
-        if opaque and not self._backing.fits(context.state_bytes()):
-            self._kept = tokens
-            # Not new any more, or the same state would be counted as dropped at every look.
-            self._live.points.handed_over(self._live.points.unsaved())
-            return
-        self._live.take_point(llm)
-        points = self._live.points.unsaved()
-        state = context.copy_state()
-        # A newer job takes over the checkpoints of the one that it replaces; not where each would have to be a full state.
-        done = partial(self._saved, points)
-        self._backing.keep(tokens, state, context.form, points, replaces=not opaque, done=done)
-        self._kept = tokens
-        self._live.points.handed_over(points)
+            self._keeping.keep(llm)
 
     @contextmanager
     def no_store(self, llm: Any) -> Iterator[None]:
@@ -363,60 +320,31 @@ class Session:
         with self._live.private():
             yield
 
+    def wait_for_kept(self, prompt: Sequence[int]) -> None:
+        """See `Keeping.wait_for`."""
+        if self._pid == os.getpid():
+            self._keeping.wait_for(prompt)
+
     def want(self) -> None:
         """Somebody asked for what the context holds to be kept."""
         with self._lock:
             self._requests.want()
-            self._kept = NO_TOKENS
+            self._keeping.forget()
 
     def was_cleared(self) -> None:
-        """What was saved is gone from the store, by somebody's wish: it comes back with the next request, not with the end."""
+        """See `Keeping.was_cleared`."""
         with self._lock:
-            self._was_cleared = True
+            self._keeping.was_cleared()
 
     def forget_kept(self) -> None:
-        """What was saved is gone from the store: it may be saved again."""
+        """See `Keeping.forget`."""
         with self._lock:
-            self._kept = NO_TOKENS
+            self._keeping.forget()
 
     def public_tokens(self) -> Tokens:
         """The tokens that the context holds, as far as they are known and may be stored. A copy."""
         with self._lock:
             return self._live.public_tokens().copy()
-
-    def _is_kept(self, tokens: Tokens) -> bool:
-        """Whether it was saved a moment ago, or the store has it already."""
-        if self._live.points.has_new:
-            return False
-        cuttable = not self._live.context.memory.needs_checkpoints
-        if np.array_equal(tokens, self._kept[: len(tokens)] if cuttable else self._kept):
-            return True
-        if self._save_anyway:
-            # What the index still shows is about to be removed by the writer.
-            self._save_anyway = False
-            return False
-        return self.cache is not None and self.cache.match(tokens).length == len(tokens)
-
-    def _is_one_shot(self, tokens: Tokens) -> bool:
-        """Whether nothing would ever be restored of it. Counted, and said once."""
-        found = False
-        with self.reporter.border("comparing a prompt"):
-            found = self._requests.is_one_shot(tokens, self.cache)
-        if found and self._requests.is_first_asked():
-            self.reporter.one_shot()
-        return found
-
-    def _saved(self, points: Sequence[Point], cache: PrefixCache) -> None:
-        """Runs in the writer's thread, or in that of whoever flushes."""
-        self._live.points.saved(points)
-        with self.reporter.border("noting what was measured and used"):
-            cache.measured(self.rates.prefill_rate, self.rates.restore_rate)
-            cache.repository.flush_touched()
-
-    def _job_failed(self, error: BaseException | None) -> None:
-        if not isinstance(error, TooLarge | DailyLimit):
-            # It isn't stored, so the next state must not be skipped because of it. (Too large it stays, as does the day.)
-            self._kept = NO_TOKENS
 
     def _is_usable(self, llm: Any) -> bool:
         """Whether the model is still open, and this is the process that opened it."""

@@ -33,6 +33,8 @@ _PICKLE = 4
 _MAX_CELL = 256 << 20
 # How long a program that writes at this moment is waited for, in seconds.
 _PATIENCE = 20.0
+# The driver can't even say what is wrong where the message quotes a name of the schema that is no UTF-8.
+_UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 
 
 def is_stock_folder(folder: Path) -> bool:
@@ -168,7 +170,7 @@ def _database(folder: Path) -> Iterator[sqlite3.Connection]:
         beside = [name for ending in ("-wal", "-journal") if (name := folder / f"{DATABASE}{ending}").exists()]
         try:
             connection = _read_only(stack, path, beside)
-        except sqlite3.DatabaseError as error:
+        except _UNREADABLE as error:
             raise _not_one(path, error) from error
         yield connection
 
@@ -209,9 +211,9 @@ def _copied(stack: ExitStack, *files: Path) -> Path:
 def _rows(database: sqlite3.Connection, question: str, *values: Any) -> list[Any]:
     try:
         return database.execute(question, values).fetchall()
-    except sqlite3.DatabaseError as error:
+    except _UNREADABLE as error:
         raise _not_one(Path(DATABASE), error) from error
 
 
-def _not_one(path: Path, error: sqlite3.Error) -> UnknownLayout:
+def _not_one(path: Path, error: Exception) -> UnknownLayout:
     return UnknownLayout(f"{path} can't be read as the database of a LlamaDiskCache: {error}")

@@ -369,3 +369,18 @@ def test_a_changed_database_is_read_or_refused(folder: Path, changes: list[tuple
                 assert isinstance(item, Item | KvkeepError)
     finally:
         path.write_bytes(original)
+
+
+def test_a_schema_that_is_no_text_is_refused(folder: Path) -> None:
+    """SQLite quotes names of the schema in its messages, and Python's driver fails at one that is no UTF-8."""
+    path = folder / "cache.db"
+    original = path.read_bytes()
+    seen = set()
+    for at in range(100, 4096, 3):
+        if original[at]:
+            path.write_bytes(original[:at] + b"\x80" + original[at + 1 :])
+            try:
+                list(read(folder))
+            except KvkeepError as error:
+                seen.add("decode" in str(error))
+    assert seen == {True, False}
