@@ -124,10 +124,7 @@ def valid_reserve(reserve_bytes: SupportsIndex) -> int:
     Raises:
         UsageError: no whole number, negative, or beyond 64 bits.
     """
-    value = _whole_number("reserve_bytes", reserve_bytes)
-    if not 0 <= value < 1 << 63:
-        raise UsageError(f"reserve_bytes is {value}; a number of bytes of free disk, from 0 on, is expected")
-    return value
+    return _bytes("reserve_bytes", reserve_bytes, "a number of bytes of free disk, from 0 on, is expected")
 
 
 def valid_daily(daily_bytes: SupportsIndex) -> int:
@@ -136,9 +133,13 @@ def valid_daily(daily_bytes: SupportsIndex) -> int:
     Raises:
         UsageError: no whole number, negative, or beyond 64 bits.
     """
-    value = _whole_number("daily_bytes", daily_bytes)
+    return _bytes("daily_bytes", daily_bytes, "a number of bytes a day is expected, or 0 for as many as come")
+
+
+def _bytes(name: str, given: SupportsIndex, expected: str) -> int:
+    value = _whole_number(name, given)
     if not 0 <= value < 1 << 63:
-        raise UsageError(f"daily_bytes is {value}; a number of bytes a day is expected, or 0 for as many as come")
+        raise UsageError(f"{name} is {value}; {expected}")
     return value
 
 

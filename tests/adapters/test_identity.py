@@ -8,7 +8,6 @@ from typing import Any
 
 import gguf
 import models
-import numpy as np
 import pytest
 from llamas import F32, Q8_0, first_logits, load, random_tokens
 
@@ -30,23 +29,6 @@ def reused(model: str, root: Path, *, identity: str = "", **options: Any) -> int
         first_logits(llm, PROMPT)
         assert keep.last is not None
         return keep.last.length
-
-
-def lora(path: Path, seed: int) -> str:
-    """A LoRA adapter for the dense model."""
-    rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_type("adapter")
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", 8.0)
-    for name, outer in (("attn_k", 64), ("attn_q", 128)):
-        writer.add_tensor(f"blk.0.{name}.weight.lora_a", rng.standard_normal((4, 128)).astype(np.float32))
-        writer.add_tensor(f"blk.0.{name}.weight.lora_b", rng.standard_normal((outer, 4)).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -153,13 +135,13 @@ def test_the_same_weights_elsewhere_hit(model: str, root: Path, change: Callable
 
 
 def test_a_lora_adapter_its_scale_and_its_content_count(model: str, root: Path, tmp_path: Path) -> None:
-    adapter = lora(tmp_path / "adapter.gguf", 1)
+    adapter = models.adapter(tmp_path / "adapter.gguf", 1)
     assert reused(model, root) == 0
     assert reused(model, root, lora_path=adapter) == 0
     assert reused(model, root, lora_path=adapter, lora_scale=0.5) == 0
     assert reused(model, root, lora_path=adapter) == len(PROMPT) - 1
     assert reused(model, root) == len(PROMPT) - 1
-    lora(tmp_path / "adapter.gguf", 2)
+    models.adapter(tmp_path / "adapter.gguf", 2)
     assert reused(model, root, lora_path=adapter) == 0, "the adapter was overwritten in place"
 
 

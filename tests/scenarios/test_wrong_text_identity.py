@@ -238,27 +238,10 @@ def test_a2_the_same_file_elsewhere_is_still_warm(dense: str, root: Path, tmp_pa
 # -- adapters ------------------------------------------------------------------------------------------------------------
 
 
-def adapter(path: Path, seed: int) -> str:
-    """A LoRA adapter for the dense model. All have one size."""
-    rng = np.random.default_rng(seed)
-    writer = gguf.GGUFWriter(str(path), "llama")
-    writer.add_type("adapter")
-    writer.add_string("adapter.type", "lora")
-    writer.add_float32("adapter.lora.alpha", 8.0)
-    for name, outer in (("attn_k", 64), ("attn_q", 128)):
-        writer.add_tensor(f"blk.0.{name}.weight.lora_a", rng.standard_normal((4, 128)).astype(np.float32))
-        writer.add_tensor(f"blk.0.{name}.weight.lora_b", rng.standard_normal((outer, 4)).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return str(path)
-
-
 def test_a3_each_adapter_and_scale_has_states_of_its_own(dense: str, root: Path, tmp_path: Path) -> None:
     """A request with adapter B reused the prefix that adapter A had computed, and nothing was logged (llama.cpp #26207, LMCache
     #2960 and #2961, llama-cpp-python PR #1817)."""
-    one, two = adapter(tmp_path / "one.gguf", 1), adapter(tmp_path / "two.gguf", 2)
+    one, two = models.adapter(tmp_path / "one.gguf", 1), models.adapter(tmp_path / "two.gguf", 2)
     each: list[dict[str, Any]] = [
         {},
         {"lora_path": one},
@@ -281,7 +264,7 @@ def set_adapters(llm: Any, paths: list[str], scales: tuple[float, ...]) -> None:
 def test_a3_adapters_set_behind_the_back_are_told_apart_by_a_word(dense: str, root: Path, tmp_path: Path) -> None:
     """Two adapters at once, switched in a running program through the C API, where nobody can see them from outside: `identity`
     says which they are (llama.cpp #26207)."""
-    paths = [adapter(tmp_path / f"{seed}.gguf", seed) for seed in (1, 2)]
+    paths = [models.adapter(tmp_path / f"{seed}.gguf", seed) for seed in (1, 2)]
     llm = load(dense)
     for number, scales in enumerate(((1.0, 0.5), (0.5, 1.0), (1.0, 0.5))):
         control = load(dense)
@@ -296,10 +279,10 @@ def test_a3_adapters_set_behind_the_back_are_told_apart_by_a_word(dense: str, ro
 
 def test_a4_an_adapter_that_was_overwritten_in_place(dense: str, root: Path, tmp_path: Path) -> None:
     """The fingerprint held the name of the adapter's file and not what is in it (unsloth PR #7204, vllm #42125)."""
-    path = adapter(tmp_path / "adapter.gguf", 1)
+    path = models.adapter(tmp_path / "adapter.gguf", 1)
     assert_own_answer(dense, root, 0, lora_path=path)
     before = os.stat(path)
-    Path(path).write_bytes(Path(adapter(tmp_path / "new.gguf", 2)).read_bytes())
+    Path(path).write_bytes(Path(models.adapter(tmp_path / "new.gguf", 2)).read_bytes())
     os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert os.stat(path).st_size == before.st_size
     assert_own_answer(dense, root, 0, lora_path=path)

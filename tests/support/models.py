@@ -442,3 +442,20 @@ def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
     writer.add_unk_token_id(0)
     writer.add_add_bos_token(True)
     writer.add_add_space_prefix(False)
+
+
+def adapter(path: Path, seed: int) -> str:
+    """A LoRA adapter for the dense model. All have one size."""
+    rng = np.random.default_rng(seed)
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 8.0)
+    for name, outer in (("attn_k", 64), ("attn_q", 128)):
+        writer.add_tensor(f"blk.0.{name}.weight.lora_a", rng.standard_normal((4, 128)).astype(np.float32))
+        writer.add_tensor(f"blk.0.{name}.weight.lora_b", rng.standard_normal((outer, 4)).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
