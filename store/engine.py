@@ -23,6 +23,7 @@ from kvkeep.store.errors import (
     TooNew,
 )
 from kvkeep.store.patience import Patience
+from kvkeep.store.pool import FreeConnections
 from kvkeep.store.private import make_private_file, occupied_bytes
 from kvkeep.store.releases import known_revisions, migrate_command, release_number
 from kvkeep.store.schema import REVISION
@@ -72,7 +73,7 @@ class Index:
             make_private_file(path)
         except OSError as error:
             raise NotARoot(f"{path} can't be created: {error.strerror}") from error
-        self._engine = create_engine(URL.create("sqlite", database=str(path)))
+        self._engine = create_engine(URL.create("sqlite", database=str(path)), poolclass=FreeConnections)
         event.listen(self._engine, "connect", self._configure)
         event.listen(self._engine, "begin", _begin)
         self._patience = Patience(BUSY_SECONDS)
