@@ -19,7 +19,7 @@ from kvkeep.cache.restore import Restored, assemble
 from kvkeep.cache.restore_point import Prompt
 from kvkeep.cache.save import Saver
 from kvkeep.cache.state import Form
-from kvkeep.store import namespaces, pins, rows
+from kvkeep.store import left_out, namespaces, pins, rows
 from kvkeep.store.engine import Connection
 from kvkeep.store.entry import Entry
 from kvkeep.store.errors import CapacityError, StoreLocked, UsageError
@@ -328,6 +328,8 @@ def clear(writing: Writing, model: str, *, missing_ok: bool = False) -> int:
         raise UsageError(f"no model is called {model!r}, and no fingerprint begins so; kvkeep stats lists them")
     with writing.index.write() as connection:
         pins.remove(connection, kept)
+        for space in spaces:
+            left_out.clear(connection, space.id)
     writing.remove(found)
     return len(found)
 

@@ -14,7 +14,9 @@ from kvkeep.cache.memory import MemoryKind
 from kvkeep.cache.points import Point
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.report import Reporter
+from kvkeep.store import left_out
 from kvkeep.store.errors import DailyLimit, TooLarge
+from kvkeep.store.left_out import Beginning
 
 # How many tokens must be at stake before a prompt waits for the disk, and for how long it does.
 WAIT_TOKENS = 64
@@ -50,7 +52,6 @@ class Keeping:
         if len(tokens) == 0 or self._is_kept(tokens):
             return
         if self._is_one_shot(tokens):
-            self._kept = tokens
             return
         context = self._live.context
         opaque = context.memory.kind is MemoryKind.UNKNOWN
@@ -120,9 +121,17 @@ class Keeping:
         found = False
         with self._reporter.border("comparing a prompt"):
             found = self._requests.is_one_shot(tokens, self._backing.cache)
-        if found and self._requests.is_first_asked():
-            self._reporter.one_shot()
+            if (beginning := self._requests.newly_left_out()) is not None:
+                self._reporter.one_shot()
+                self._backing.later(partial(self._remember, beginning))
         return found
+
+    def _remember(self, beginning: Beginning) -> None:
+        """Met again, in whatever process, it is stored."""
+        cache = self._backing.cache
+        if cache is not None and (space := cache.namespace) is not None:
+            with cache.repository.writing() as writing, writing.index.write() as connection:
+                left_out.add(connection, space.id, beginning)
 
     def _saved(self, points: Sequence[Point], cache: PrefixCache) -> None:
         """Runs in the writer's thread, or in that of whoever flushes."""

@@ -1,6 +1,6 @@
 """The present request of a model: what it reused, what that took, and where its prompt parts from what is known."""
 
-import hashlib
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +9,14 @@ from kvkeep.cache.difference import Difference, Stored, common, first
 from kvkeep.cache.match import Match
 from kvkeep.cache.prefix_cache import PrefixCache
 from kvkeep.cache.report import Parting, Report
+from kvkeep.store import left_out
+from kvkeep.store.hashing import digests_at
+from kvkeep.store.left_out import Beginning
 
 # So many states are kept whose prompts differ in their beginning and are alike in the rest: several assistants with the same
 # tools take turns so. What else comes that way was never met again.
 MAX_ALTERNATIVES = 8
-# Beginnings that are remembered, as hashes: what is met a second time is worth keeping.
-_MAX_REMEMBERED = 4096
-# What is shown of a text.
+# What is shown of a text, and how far behind the parting two prompts must be alike to be called the same.
 _SHOWN_TOKENS = 8
 
 
@@ -31,7 +32,7 @@ class _Request:
     is_compared: bool = False
     difference: Difference | None = None
     is_one_shot: bool | None = None
-    is_counted: bool = False
+    left_out: Beginning | None = None
 
 
 class Requests:
@@ -41,7 +42,7 @@ class Requests:
         self._now = _Request(NO_TOKENS, NO_TOKENS)
         self._next = self._now
         self._in_a_row = 0
-        self._met: dict[bytes, None] = {}
+        self._left_out: dict[Beginning, None] = {}
 
     def begin(self, prompt: Tokens, live: Tokens) -> None:
         """A prompt comes, and the context holds these known tokens. Both are kept: copy what may change."""
@@ -91,8 +92,9 @@ class Requests:
     def is_one_shot(self, tokens: Tokens, cache: PrefixCache | None) -> bool:
         """Whether a state of the present request is of no use to any later one.
 
-        So it is where the prompt parts from what is known in its first half, is known in most of the rest, and many others
-        that do the same are kept already: a time in front of a long text makes one of these each second.
+        So it is where the prompt parts from what is known in its first half, is known in most of the rest, many others
+        that do the same are kept already, and none that was left out began so. A time in front of a long text makes one of
+        these each second.
 
         Args:
             tokens: what the state was decoded from.
@@ -105,10 +107,10 @@ class Requests:
             now.is_one_shot = self._is_one_shot(cache)
         return now.is_one_shot
 
-    def is_first_asked(self) -> bool:
-        """True once a request."""
-        first_time, self._now.is_counted = not self._now.is_counted, True
-        return first_time
+    def newly_left_out(self) -> Beginning | None:
+        """Once for each request whose state isn't stored: by what it is to be remembered."""
+        found, self._now.left_out = self._now.left_out, None
+        return found
 
     def _is_one_shot(self, cache: PrefixCache | None) -> bool:
         self._compare(cache)
@@ -117,12 +119,16 @@ class Requests:
             self._in_a_row = 0
             return False
         self._in_a_row += 1
-        beginning = hashlib.blake2b(prompt[: found.index + _SHOWN_TOKENS].tobytes(), digest_size=16).digest()
-        is_new = beginning not in self._met
-        self._met[beginning] = None
-        if len(self._met) > _MAX_REMEMBERED:
-            del self._met[next(iter(self._met))]
-        return is_new and max(self._in_a_row - 1, _alternatives(prompt, cache)) >= MAX_ALTERNATIVES
+        if max(self._in_a_row - 1, _alternatives(prompt, cache)) < MAX_ALTERNATIVES:
+            return False
+        if _is_among(prompt, {*self._left_out, *_left_out_before(cache)}):
+            return False
+        (beginning,) = _beginnings(prompt, [min(found.index + _SHOWN_TOKENS, len(prompt))])
+        self._now.left_out = beginning
+        self._left_out[beginning] = None
+        if len(self._left_out) > left_out.MAX_REMEMBERED:
+            del self._left_out[next(iter(self._left_out))]
+        return True
 
     def _compare(self, cache: PrefixCache | None) -> None:
         """Once a request, and before its state is stored: then the store knows the prompt itself."""
@@ -151,6 +157,25 @@ def _alternatives(prompt: Tokens, cache: PrefixCache | None) -> int:
         return 0
     with cache.repository.rows() as connection:
         return Stored(connection, cache.identity.fingerprint, cache.block_tokens, prompt).alternatives()
+
+
+def _left_out_before(cache: PrefixCache | None) -> list[Beginning]:
+    """What any process has left out of this model."""
+    if cache is None or (space := cache.namespace) is None:
+        return []
+    with cache.repository.rows() as connection:
+        return left_out.of(connection, space.id)
+
+
+def _is_among(prompt: Tokens, known: Set[Beginning]) -> bool:
+    """Whether a prompt begins as one of these did. By their lengths: where it parts from what is stored moves with that."""
+    lengths = sorted({one.length for one in known if one.length <= len(prompt)})
+    return not known.isdisjoint(_beginnings(prompt, lengths))
+
+
+def _beginnings(prompt: Tokens, lengths: Sequence[int]) -> list[Beginning]:
+    digests = digests_at(prompt.tobytes(), [length * prompt.itemsize for length in lengths])
+    return [Beginning(length, digest[:8]) for length, digest in zip(lengths, digests, strict=True)]
 
 
 def _worded(found: Difference, prompt: Tokens, llm: Any) -> Parting:

@@ -191,6 +191,45 @@ def test_b5_assistants_that_take_turns_are_kept_however_many_they_are(dense: str
             keep.flush()
 
 
+def test_b5_so_are_they_in_processes_of_their_own(dense: str, root: Path) -> None:
+    """What was left out is remembered by the store, not by the process: the second time it is kept."""
+    names = [f"Agent {name} speaks.\n" for name in "abcdefghijkl"]
+    for time in range(3):
+        for name in names:
+            with attached(dense, root) as (llm, keep):
+                now = complete(llm, keep, name + RULES)
+            assert time < 2 or now.decoded == 1, name
+
+
+def test_b5_a_chat_with_a_time_of_its_own_in_front_goes_on_warm(dense: str, root: Path) -> None:
+    """Each chat has the time of its beginning in front, and there were many. One that goes on, with restarts in between, is
+    worth keeping from its second turn on."""
+    for second in range(MAX_ALTERNATIVES + 2):
+        with attached(dense, root) as (llm, keep):
+            complete(llm, keep, clock(second) + RULES)
+    told = clock(59) + RULES
+    for turn in range(5):
+        told += f" and turn {turn} of it"
+        with attached(dense, root) as (llm, keep):
+            now = complete(llm, keep, told)
+            assert turn < 2 or now.decoded < 30, str(now.report)
+            if turn == 2:
+                # Others in between, whose beginnings come near to this one.
+                complete(llm, keep, clock(58) + RULES)
+
+
+def test_b5_the_same_prompt_again_is_kept(dense: str, root: Path) -> None:
+    """Asked twice, as by "regenerate", it is no time of day."""
+    with attached(dense, root) as (llm, keep):
+        for second in range(MAX_ALTERNATIVES + 3):
+            complete(llm, keep, clock(second) + RULES)
+            keep.flush()
+        assert keep.stats().one_shot == 2
+        complete(llm, keep, clock(second) + RULES)
+    with attached(dense, root) as (llm, keep):
+        assert complete(llm, keep, clock(second) + RULES).decoded == 1
+
+
 def test_b5_what_somebody_asks_for_is_kept(dense: str, root: Path) -> None:
     """A prompt that is warmed or pinned is stored, however many look like it."""
     with attached(dense, root) as (llm, keep):
