@@ -16,11 +16,14 @@ from kvkeep.store import nodes
 from kvkeep.store.engine import Connection
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import Fingerprint, PrefixHash, chain
+from kvkeep.store.nodes import Node
 
 Tokens = npt.NDArray[np.int32]
 
 # How many tokens behind the difference are looked at.
 _SAMPLE = 512
+# Of what parts at the same place, the newest few say enough.
+_MOST_LOOKED_AT = 24
 # Fewer than these say nothing.
 _MIN_SAMPLE = 64
 # So many tokens in a row are no accident, and fit between the figures of a list that changes here and there.
@@ -95,6 +98,7 @@ class Stored:
         size = block_tokens * TOKEN_BYTES
         self._anchor = borders[slot]
         self._rest = data[slot * size : (slot + 1) * size]
+        self._from_border = prompt[slot * block_tokens :][:_SAMPLE]
 
     def following(self) -> Tokens:
         """What is stored behind the tokens in common; none where what is stored ends there."""
@@ -103,8 +107,29 @@ class Stored:
         near = [row for row in near if row.path[:inside] == self._rest[:inside]]
         if not near:
             return np.empty(0, np.int32)
-        row = max(near, key=lambda one: len(one.path))
-        pieces = [row.path[inside:]]
+        return self._run_of(max(near, key=lambda one: len(one.path)), inside)
+
+    def alternatives(self, at_most: int) -> int:
+        """How many others are stored that part from this prompt in the same block, and are alike in the rest.
+
+        Args:
+            at_most: no more are counted.
+        """
+        rows = sorted(nodes.slot(self._connection, self._anchor), key=lambda row: row.path)
+        # The pieces of a tail are parts of each other.
+        ends = [row for i, row in enumerate(rows) if i + 1 == len(rows) or not rows[i + 1].path.startswith(row.path)]
+        others = sorted((row for row in ends if not self._rest.startswith(row.path)), key=lambda row: -row.id)
+        count = 0
+        for row in others[:_MOST_LOOKED_AT]:
+            known = self._run_of(row, 0)[:_SAMPLE]
+            count += 2 * _repeated(self._from_border, known) >= len(self._from_border)
+            if count == at_most:
+                break
+        return count
+
+    def _run_of(self, row: Node, skip: int) -> Tokens:
+        """What is stored from a node's border on, without its first `skip` bytes, as far as a sample of it."""
+        pieces = [row.path[skip:]]
         while sum(map(len, pieces)) < _SAMPLE * TOKEN_BYTES and len(row.path) == self._block_tokens * TOKEN_BYTES:
             behind = nodes.neighbours(self._connection, row.key, b"")
             if not behind:
@@ -112,13 +137,6 @@ class Stored:
             row = behind[-1]
             pieces.append(row.path)
         return np.frombuffer(b"".join(pieces), "<i4").astype(np.int32)
-
-    def alternatives(self) -> int:
-        """How many other continuations are stored from the block on in which this prompt parts from what is stored."""
-        paths = sorted(row.path for row in nodes.slot(self._connection, self._anchor))
-        # The pieces of a tail are parts of each other.
-        ends = [path for i, path in enumerate(paths) if i + 1 == len(paths) or not paths[i + 1].startswith(path)]
-        return sum(not self._rest.startswith(path) for path in ends)
 
 
 def first(prompt: Tokens, live: Tokens, stored: Stored | None) -> Difference | None:

@@ -232,8 +232,8 @@ class Reporter:
             self.stats.one_shot += 1
         self.once(
             "one shot",
-            "prompts differ early and are alike in the rest, so nothing of that can be reused, and more of them are stored only if they "
-            "come again; what changes should stand last (keep.report() shows it)",
+            "prompts differ early and are alike in the rest, so nothing of that can be reused, and more of them are stored "
+            "only if they come again; what changes should stand last (keep.report() shows it)",
         )
 
     def snapshot(self, decode_seconds: Callable[[int], float | None] = lambda n_tokens: None) -> Stats:

@@ -69,12 +69,12 @@ class Counting:
         self._added = dict.fromkeys(_COUNTS, 0)
 
     def add(self, repository: Repository, stats: Stats) -> None:
-        """Add what is new in `stats`. Left for the next time if another process writes for long, or the disk is full."""
+        """Add what is new in `stats`. Left for the next time if another process writes now, or the disk is full."""
         now = _counts(stats)
         new = {name: now[name] - self._added[name] for name in _COUNTS}
         if not any(new.values()):
             return
-        with suppress(StoreLocked, CapacityError), repository.writing() as writing:
+        with suppress(StoreLocked, CapacityError), repository.writing(timeout=0.0) as writing:
             with writing.index.write() as connection:
                 totals.add(connection, new)
             self._added = now

@@ -242,7 +242,10 @@ class BlobStore:
 
         Pages that somebody still reads can't be used again. Readers end soon, or hang: then it is waited for them once.
         """
-        return self._could_put(sizes) or (self._is_read() and self._patience.until(lambda: self._could_put(sizes)))
+        if self._could_put(sizes):
+            return True
+        # Asked again also where nobody reads any more: the last one may have ended just now.
+        return self._patience.until(lambda: self._could_put(sizes)) if self._is_read() else self._could_put(sizes)
 
     def _could_put(self, sizes: Sequence[int]) -> bool:
         try:

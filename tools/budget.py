@@ -28,7 +28,7 @@ class Limits:
         default_reserve: whether nobody has asked for another reserve.
         lifetime_seconds: how long anything is kept that nobody uses; 0 is for ever.
         daily_bytes: how many bytes may be stored a day; 0 is as many as come.
-        stored_today: how many were, since there has been such a limit.
+        stored_today: how many were; 0 if there is no limit.
     """
 
     capacity_bytes: int
@@ -44,7 +44,7 @@ class Limits:
 @click.option("--capacity", metavar="SIZE", help="The most that the folder may take: 8GiB, 512MiB, 4GB.")
 @click.option("--reserve", metavar="SIZE", help="Free disk that is left to others, however large the budget.")
 @click.option("--lifetime", metavar="AGE", help="Remove what nobody has used for so long: 12h, 90d, 8w; off keeps it for ever.")
-@click.option("--daily", metavar="SIZE", help="How much may be stored a day (UTC): 2GiB; off stores whatever comes.")
+@click.option("--daily", metavar="SIZE", help="How much may be stored a day (UTC): 2GiB; 0 or off stores whatever comes.")
 @json_option
 def budget(
     path: Path, capacity: str | None, reserve: str | None, lifetime: str | None, daily: str | None, as_json: bool
@@ -87,11 +87,14 @@ def _is_off(given: str) -> bool:
 
 
 def _set(repository: "Repository", wishes: dict[str, int]) -> None:
+    from kvkeep.cache import allowance
     from kvkeep.store import settings
 
     for name, value in wishes.items():
         if name == settings.CAPACITY_BYTES:
             repository.agree_on_capacity(value)
+        elif name == settings.DAILY_BYTES:
+            allowance.agree(repository, value)
         else:
             repository.agree_on(name, value)
 
@@ -140,4 +143,6 @@ def _show(console: Console, path: Path, limits: Limits | None) -> None:
     console.print(f"Reserve:  {size(limits.reserve_bytes)} of free disk are left to others{default}")
     console.print(f"Lifetime: {lasting(limits.lifetime_seconds)}")
     if limits.daily_bytes:
-        console.print(f"Daily:    {size(limits.daily_bytes)} may be stored; today {size(limits.stored_today)} were")
+        console.print(f"Daily:    {size(limits.daily_bytes)} may be stored; today (UTC) {size(limits.stored_today)} were")
+    else:
+        console.print("Daily:    whatever comes is stored")

@@ -1,6 +1,7 @@
 """Numbers and texts as people read them, and the other way round."""
 
 import re
+from fractions import Fraction
 
 from kvkeep.store.errors import UsageError
 
@@ -92,9 +93,10 @@ def parse_duration(text: str) -> int:
     return round(_parsed(text, _SECONDS, "a time such as 45s, 10min, 12h, 30d or 2w"))
 
 
-def _parsed(text: str, units: dict[str, int], expected: str) -> float:
+def _parsed(text: str, units: dict[str, int], expected: str) -> Fraction:
     match = _NUMBER.fullmatch(text.strip())
     factors = {unit.lower(): factor for unit, factor in units.items()}
     if match is None or match[2].lower() not in factors:
         raise UsageError(f"{clean(text)!r} isn't {expected}")
-    return float(match[1]) * factors[match[2].lower()]
+    # A float would round large numbers.
+    return Fraction(match[1]) * factors[match[2].lower()]

@@ -1,6 +1,7 @@
 """`attach(llm)`: everything automatic, for any `Llama`, also one inside a framework."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -133,6 +134,7 @@ class Attachment(Interception):
         if not 0 < len(tokens) <= llm.n_ctx():
             raise UsageError(f"the prompt has {len(tokens)} tokens, the context has room for {llm.n_ctx()}")
         self._session.usable_cache()
+        self._streams.leave(llm)
         self._session.begin_anew_unless_keepable(llm)
         match = self._session.settle(llm, tokens)
         self._session.want()
@@ -188,7 +190,12 @@ class Attachment(Interception):
 
         Args:
             model: the label of another one, or the beginning of its fingerprint, as `kvkeep stats` shows them.
+
+        Raises:
+            UsageError: there is no such model, or the cache isn't usable.
         """
+        if not isinstance(model, str | None):
+            raise UsageError(f"model is a label or the beginning of a fingerprint, not {model!r}")
         self.flush()
         removed = self._session.usable_cache().clear(model)
         self._session.was_cleared()
@@ -197,9 +204,16 @@ class Attachment(Interception):
     def _tokens_of(self, prompt: str | Sequence[int] | None) -> Sequence[int]:
         if prompt is None:
             return [int(token) for token in self._session.public_tokens()]
-        if not isinstance(prompt, str):
-            return [int(token) for token in np.frombuffer(token_bytes(prompt), "<i4")]
-        return [int(token) for token in self._model().tokenize(prompt.encode(), special=True)]
+        llm = self._model()
+        if isinstance(prompt, str):
+            try:
+                return [int(token) for token in llm.tokenize(prompt.encode(), special=True)]
+            except UnicodeEncodeError as error:
+                raise UsageError(f"the prompt is no text that can be written in UTF-8: {error}") from error
+        tokens = [int(token) for token in np.frombuffer(token_bytes(prompt), "<i4")]
+        if (wrong := next((token for token in tokens if not 0 <= token < llm.n_vocab()), None)) is not None:
+            raise UsageError(f"{wrong} is no token of this model, which has those from 0 to {llm.n_vocab() - 1}")
+        return tokens
 
     def _model(self) -> Any:
         llm = self._llm_ref()
@@ -212,7 +226,12 @@ class Attachment(Interception):
 
         Returns:
             False if `timeout` seconds weren't enough.
+
+        Raises:
+            UsageError: `timeout` is no number of seconds.
         """
+        if timeout is not None and not (isinstance(timeout, int | float) and 0 <= timeout <= threading.TIMEOUT_MAX):
+            raise UsageError(f"timeout is a number of seconds, from 0 on, or None for as long as it takes, not {timeout!r}")
         return self._session.flush(timeout)
 
 

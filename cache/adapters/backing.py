@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvkeep.cache import allowance
 from kvkeep.cache.adapters.ending import wait_for_the_gone
 from kvkeep.cache.adapters.identity import ingredients_of, label_of
+from kvkeep.cache.allowance import Admission
 from kvkeep.cache.fingerprint import Identification
 from kvkeep.cache.layout import Bytes
 from kvkeep.cache.memory import Memory
@@ -86,7 +87,7 @@ class Wishes:
         repository.agree_on(settings.RESERVE_BYTES, self.reserve_bytes)
         seconds = None if self.lifetime is None else math.ceil(self.lifetime.total_seconds())
         repository.agree_on(settings.LIFETIME_SECONDS, seconds)
-        repository.agree_on(settings.DAILY_BYTES, self.daily_bytes)
+        allowance.agree(repository, self.daily_bytes)
 
 
 class Backing:
@@ -223,11 +224,12 @@ class Backing:
             replaces: a waiting state of the same tokens' beginning needn't be stored any more.
             done: called once it is stored.
         """
+        admission = Admission()
 
         def run() -> None:
             if (cache := self.cache) is None:
                 return
-            saved = allowance.save(
+            saved = admission.save(
                 cache.repository,
                 lambda: cache.save(tokens, state, form, points=points, seq_id=seq_id, pause=self._writer.pause),
             )

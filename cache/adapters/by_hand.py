@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from llama_cpp import LlamaState
 
-from kvkeep.cache import allowance
 from kvkeep.cache.adapters.states import are_filled
+from kvkeep.cache.allowance import Admission
+from kvkeep.cache.batches import Saved
 from kvkeep.cache.layout import Bytes, pack_all
 from kvkeep.cache.match import Match
 from kvkeep.cache.memory import Memory, MemoryKind
@@ -135,6 +136,7 @@ class StatesByHand:
             UsageError: it names fewer tokens than it has.
             LayoutError: its memory can't be told from others by its bytes, or it doesn't hold those tokens; or it has the
                 logits of all of them, which aren't kept.
+            DailyLimit: as much as may be was stored today.
             CapacityError, StoreError: it, or all but a first part of it, wasn't stored.
         """
         ids = np.asarray(value.input_ids)
@@ -145,10 +147,14 @@ class StatesByHand:
         data = np.frombuffer(value.llama_state, np.uint8)[: value.llama_state_size]
         identity = _Signature.of(value, data).identity
         cache, tokens = PrefixCache(self._repository, identity), ids[: value.n_tokens]
-        if (differing := _first_difference(cache, tokens, data)) is not None:
-            # Of a model that looks alike. Mixed with its blocks this would be a state that no model ever had.
-            cache.forget(tokens[: differing + 1])
-        allowance.save(self._repository, lambda: cache.save(tokens, data, Form.WHOLE))
+
+        def run() -> Saved:
+            if (differing := _first_difference(cache, tokens, data)) is not None:
+                # Of a model that looks alike. Mixed with its blocks this would be a state that no model ever had.
+                cache.forget(tokens[: differing + 1])
+            return cache.save(tokens, data, Form.WHOLE)
+
+        Admission().save(self._repository, run)
         self._last = identity.fingerprint
 
     def find(self, key: Sequence[int]) -> Found | None:

@@ -20,7 +20,7 @@ from kvkeep.cache.adapters.llama_cache import PersistentLlamaCache
 from kvkeep.cache.match import Match
 from kvkeep.cache.paths import resolve_root
 from kvkeep.cache.report import Reporter
-from kvkeep.store.errors import LayoutError, UsageError
+from kvkeep.store.errors import DailyLimit, LayoutError, UsageError
 from kvkeep.store.registry import close_root, open_root
 from kvkeep.store.repository import Repository
 from kvkeep.store.space import DEFAULT_CAPACITY, DefaultCapacity, valid_capacity
@@ -173,6 +173,8 @@ class LlamaDiskCache(BaseLlamaCache):
                 self._by_hand.save(value)
             except LayoutError as error:
                 self._reporter.once("unknown state", "a state is not kept: %s", error)
+            except DailyLimit as error:
+                self._reporter.dropped(str(error), error)
 
     # -- models -------------------------------------------------------------------------------------------------------
 

@@ -52,6 +52,8 @@ class Interception:
         self._signature = inspect.signature(type(llm).generate)
         self._streams = Streams()
         self._is_cut_off = False
+        # Taken away from inside of a stream, which still needs what the context holds.
+        self._is_to_leave = False
         self._inside = False
         self._handed_over = False
         # A model that goes takes its cache with it; what waits is stored first.
@@ -75,7 +77,9 @@ class Interception:
         self._wrapping.undo()
         self._context.undo()
         llm = self._llm_ref()
-        if llm is not None and not self._inside:
+        if self._inside:
+            self._is_to_leave = True
+        elif llm is not None:
             # A stream that is suspended has nothing to go on from then, and ends.
             self._is_cut_off |= self._session.leave(llm)
 
@@ -117,6 +121,8 @@ class Interception:
             self._settle(llm, prompt)
         else:
             self._session.last = Match(length=0, prompt_tokens=len(prompt), reason=Reason.NO_RESET)
+            # Somebody goes on with it, so it is worth keeping.
+            self._session.want()
         self._handed_over = False
         stream = self._wrapping.original(llm, "generate")(prompt, *args, **kwargs)
         try:
@@ -126,8 +132,9 @@ class Interception:
             # A generator that is dropped and closed late must not save in the middle of the next one.
             if self._streams.is_newest(number):
                 self._session.keep(llm)
-                if not self.is_active:
-                    self._session.leave(llm)
+            if self._is_to_leave:
+                self._is_to_leave = False
+                self._session.leave(llm)
 
     def _driven(self, stream: Generator[int, Any, None], llm: Any, number: int) -> Generator[int, Any, None]:
         """`yield from stream`, knowing at any time whether control is inside of it.

@@ -85,6 +85,7 @@ class PersistentLlamaCache(Attachment, BaseLlamaCache):
         tokens = list(key)
         if not tokens:
             raise KeyError("nothing is stored for an empty key")
+        self._streams.leave(llm)
         match = self._session.settle(llm, tokens, handed_over=self._handed_over)
         self._asked = tokens
         cache = self._session.cache

@@ -156,7 +156,7 @@ def _alternatives(prompt: Tokens, cache: PrefixCache | None) -> int:
     if cache is None or cache.namespace is None:
         return 0
     with cache.repository.rows() as connection:
-        return Stored(connection, cache.identity.fingerprint, cache.block_tokens, prompt).alternatives()
+        return Stored(connection, cache.identity.fingerprint, cache.block_tokens, prompt).alternatives(MAX_ALTERNATIVES)
 
 
 def _left_out_before(cache: PrefixCache | None) -> list[Beginning]:

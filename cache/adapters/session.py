@@ -120,7 +120,8 @@ class Session:
         with self._lock:
             before = self.last
             try:
-                match = self._settle(llm, np.asarray(prompt, np.int32), handed_over)
+                # A copy: it is looked at again when somebody asks for a report.
+                match = self._settle(llm, np.array(prompt, np.int32), handed_over)
             except Exception as error:  # noqa: BLE001 - the border: whatever it is, the answer is the cold answer
                 self.reporter.error("preparing a prompt", error)
                 self._backing.look_after(error)
@@ -130,8 +131,9 @@ class Session:
             self._keeping.prompt_came()
             self.last = match
             if match is not before:
+                # Else it is that of the handler's own eval, which has been counted.
                 self._requests.settled(match, time.perf_counter() - began)
-            self.reporter.request(match)
+                self.reporter.request(match)
             return match
 
     def _settle(self, llm: Any, prompt: Tokens, handed_over: bool) -> Match:

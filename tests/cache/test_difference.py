@@ -98,21 +98,30 @@ def test_the_store_knows_what_shares_most_and_what_follows_there(root: Path) -> 
         close_root(repository)
 
 
-def test_alternatives_are_counted_once_each_whatever_pieces_they_have(root: Path) -> None:
+def test_alternatives_that_are_alike_are_counted_once_each_whatever_pieces_they_have(root: Path) -> None:
+    """With blocks of 40 tokens: a head of 4 and the same 36 behind it, one of them in two pieces; and others."""
     repository = open_root(root)
-    space = add_namespace(repository, FINGERPRINT, BLOCK)
-    piece = block([1, 2])
+    space = add_namespace(repository, FINGERPRINT, 40)
+    same, other = list(range(100, 136)), list(range(300, 336))
+    piece = block([1, 4, 4, 4, *same[:20]])
     entries = [
-        block([1, 7, 7, 7]),
-        block([1, 8, 8, 8]),
+        block([1, 7, 7, 7, *same]),
+        block([1, 8, 8, 8, *same]),
+        block([1, 6, 6, 6, *other]),
         piece,
-        block([3], parent=key_of(piece), start=2, anchor=ROOT, before=[1, 2]),
+        block(same[20:], parent=key_of(piece), start=24, anchor=ROOT, before=[1, 4, 4, 4, *same[:20]]),
     ]
     with repository.writing() as writing:
         writing.add(space.id, entries)
     try:
         with repository.rows() as connection:
-            assert Stored(connection, FINGERPRINT, BLOCK, ints(1, 9, 9, 9)).alternatives() == 3
-            assert Stored(connection, FINGERPRINT, BLOCK, ints(1, 2, 3, 4)).alternatives() == 2
+
+            def alternatives(*prompt: int, at_most: int = 9) -> int:
+                return Stored(connection, FINGERPRINT, 40, ints(*prompt)).alternatives(at_most)
+
+            assert alternatives(1, 9, 9, 9, *same) == 3
+            assert alternatives(1, 9, 9, 9, *same, at_most=2) == 2
+            assert alternatives(1, 7, 7, 7, *same[:30]) == 2
+            assert alternatives(1, 9, 9, 9, *range(500, 536)) == 0
     finally:
         close_root(repository)

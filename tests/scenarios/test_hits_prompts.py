@@ -218,6 +218,19 @@ def test_b5_a_chat_with_a_time_of_its_own_in_front_goes_on_warm(dense: str, root
                 complete(llm, keep, clock(58) + RULES)
 
 
+def test_b5_a_prompt_that_was_edited_once_is_kept_beside_unrelated_ones(dense: str, root: Path) -> None:
+    """The edited one is alike to one other, however many there are that begin elsewise."""
+    for number in range(MAX_ALTERNATIVES + 2):
+        with attached(dense, root) as (llm, keep):
+            ask(llm, keep, random_tokens(90, seed=number))
+    for name in ("Robin", "Robbie"):
+        with attached(dense, root) as (llm, keep):
+            complete(llm, keep, f"You are {name}.\n" + RULES)
+    with attached(dense, root) as (llm, keep):
+        assert complete(llm, keep, "You are Robbie.\n" + RULES).decoded == 1
+        assert keep.stats().one_shot == 0
+
+
 def test_b5_the_same_prompt_again_is_kept(dense: str, root: Path) -> None:
     """Asked twice, as by "regenerate", it is no time of day."""
     with attached(dense, root) as (llm, keep):
