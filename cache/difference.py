@@ -71,6 +71,12 @@ def _repeated(tokens: Tokens, known: Tokens) -> int:
     return count
 
 
+def _is_beginning(one: bytes, other: bytes) -> bool:
+    """Whether one of two goes on as the other, as far as they go."""
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
+
+
 def common(a: Tokens, b: Tokens) -> int:
     """How many tokens two runs share from their beginning."""
     length = min(len(a), len(b))
@@ -118,7 +124,7 @@ class Stored:
         rows = sorted(nodes.slot(self._connection, self._anchor), key=lambda row: row.path)
         # The pieces of a tail are parts of each other.
         ends = [row for i, row in enumerate(rows) if i + 1 == len(rows) or not rows[i + 1].path.startswith(row.path)]
-        others = sorted((row for row in ends if not self._rest.startswith(row.path)), key=lambda row: -row.id)
+        others = sorted((row for row in ends if not _is_beginning(row.path, self._rest)), key=lambda row: -row.id)
         count = 0
         for row in others[:_MOST_LOOKED_AT]:
             known = self._run_of(row, 0)[:_SAMPLE]

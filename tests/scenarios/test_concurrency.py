@@ -16,7 +16,7 @@ from commands import kvkeep
 from llamas import first_logits, generate, load, random_tokens
 from restart import in_new_process
 
-from kvkeep.cache import attach
+from kvkeep.cache import PersistentLlamaCache, attach
 from kvkeep.cache.adapters.context import LiveContext
 from kvkeep.store import steps
 from kvkeep.store.steps import Step
@@ -132,7 +132,7 @@ def test_c8_a_request_may_ask_to_be_left_out(dense: str, root: Path) -> None:
 WORKER = """
 import json, sys
 import llamas
-from kvkeep.cache import attach
+from kvkeep.cache import PersistentLlamaCache, attach
 model, root, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
 found = []
 for round in range(2):
@@ -244,6 +244,42 @@ def test_e2_a_stream_whose_context_another_prompt_has_taken_ends(kind: str, root
         np.testing.assert_allclose(first_logits(llm, OTHER), cold, atol=5e-3)
         keep.flush()
         assert stored_whole(keep, PROMPT, OTHER)
+
+
+@pytest.mark.parametrize("way", ["warm", "cache[...]"])
+def test_e2_so_does_one_whose_context_was_taken_by_hand(way: str, dense: str, root: Path) -> None:
+    """Not only another stream takes a context."""
+    llm = load(dense)
+    cache = PersistentLlamaCache.for_model(llm, root, break_even=False)
+    cache.warm(OTHER)
+    first = llm.generate(PROMPT, temp=0.0)
+    next(first)
+    if way == "warm":
+        cache.warm(OTHER)
+    else:
+        cache[OTHER]
+    assert list(first) == []
+    cache.close()
+
+
+def test_e2_an_old_stream_that_is_dropped_late_leaves_the_next_cache_s_context_alone(window: str, root: Path) -> None:
+    """A closed cache's stream emptied the context of a window model in the middle of another cache's answer."""
+    options = {"swa_full": True, "n_ctx": 2048, "n_ubatch": 32}
+    prompts = [random_tokens(600), random_tokens(700, seed=9)]
+    with attach(load(window, **options), root, break_even=False) as keep:
+        for prompt in prompts:
+            first_logits(keep._model(), prompt)
+    answer = generate(load(window, **options), [*prompts[1], 5, 6], 12)
+    llm = load(window, **options)
+    with attach(llm, root, break_even=False):
+        old = llm.generate(random_tokens(50, seed=77), temp=0.0)
+        next(old)
+    with attach(llm, root, break_even=False) as keep:
+        stream = llm.generate([*prompts[1], 5, 6], temp=0.0)
+        told = [next(stream) for _ in range(4)]
+        assert keep._session.lacks_positions(llm)
+        old.close()
+        assert told + [next(stream) for _ in range(8)] == answer
 
 
 def test_e2_two_streams_of_the_same_prompt_take_turns_until_one_has_moved_on(dense: str, root: Path) -> None:

@@ -10,7 +10,7 @@ import llamas
 import pytest
 import sparse
 from hits import ask, attached, complete
-from llamas import load, random_tokens
+from llamas import first_logits, load, random_tokens
 from restart import run_child
 
 from kvkeep.cache import PersistentLlamaCache, Reason, Report, Source, attach
@@ -196,6 +196,22 @@ def test_g9_the_other_way_in_reports_too(dense: str, root: Path) -> None:
         llm.cache.close()
         assert llm.cache is None
     del llm
+
+
+def test_g9_a_handler_s_own_decoding_and_its_completion_are_one_request(dense: str, root: Path) -> None:
+    """Handlers decode a prompt, and ask for a completion of it then."""
+    prompt = random_tokens(300)
+    with attach(load(dense), root, break_even=False) as keep:
+        first_logits(keep._model(), prompt)
+    llm = load(dense)
+    with attach(llm, root, break_even=False) as keep:
+        llm.reset()
+        llm.eval([*prompt, 7, 8])
+        stream = llm.generate([*prompt, 7, 8], temp=0.0)
+        next(stream)
+        stream.close()
+        stats = keep.stats()
+    assert (stats.requests, stats.hits, stats.restored_tokens) == (1, 1, 300)
 
 
 def test_g9_a_report_can_still_be_asked_for_when_the_model_is_gone(dense: str, root: Path) -> None:
