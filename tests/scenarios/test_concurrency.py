@@ -266,9 +266,10 @@ def test_e2_an_old_stream_that_is_dropped_late_leaves_the_next_cache_s_context_a
     """A closed cache's stream emptied the context of a window model in the middle of another cache's answer."""
     options = {"swa_full": True, "n_ctx": 2048, "n_ubatch": 32}
     prompts = [random_tokens(600), random_tokens(700, seed=9)]
-    with attach(load(window, **options), root, break_even=False) as keep:
+    filling = load(window, **options)
+    with attach(filling, root, break_even=False):
         for prompt in prompts:
-            first_logits(keep._model(), prompt)
+            first_logits(filling, prompt)
     answer = generate(load(window, **options), [*prompts[1], 5, 6], 12)
     llm = load(window, **options)
     with attach(llm, root, break_even=False):

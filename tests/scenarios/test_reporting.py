@@ -201,8 +201,9 @@ def test_g9_the_other_way_in_reports_too(dense: str, root: Path) -> None:
 def test_g9_a_handler_s_own_decoding_and_its_completion_are_one_request(dense: str, root: Path) -> None:
     """Handlers decode a prompt, and ask for a completion of it then."""
     prompt = random_tokens(300)
-    with attach(load(dense), root, break_even=False) as keep:
-        first_logits(keep._model(), prompt)
+    filling = load(dense)
+    with attach(filling, root, break_even=False):
+        first_logits(filling, prompt)
     llm = load(dense)
     with attach(llm, root, break_even=False) as keep:
         llm.reset()
