@@ -30,7 +30,8 @@ def limit(connection: Connection) -> int:
 
 def stored_today(connection: Connection) -> int:
     """Bytes that were stored today, since there has been a limit."""
-    if settings.find(connection, settings.STORED_DAY) != today():
+    # Not only that very day: a clock that is set back and forth doesn't begin it anew.
+    if (settings.find(connection, settings.STORED_DAY) or 0) < today():
         return 0
     return max(0, settings.find(connection, settings.STORED_BYTES) or 0)
 
@@ -92,5 +93,5 @@ class Admission:
 def _count(repository: Repository, n_bytes: Callable[[Connection], int]) -> None:
     with repository.writing() as writing, writing.index.write() as connection:
         total = stored_today(connection) + n_bytes(connection)
-        settings.put(connection, settings.STORED_DAY, today())
+        settings.put(connection, settings.STORED_DAY, max(today(), settings.find(connection, settings.STORED_DAY) or 0))
         settings.put(connection, settings.STORED_BYTES, total)

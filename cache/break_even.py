@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 OVERHEAD_SECONDS = 0.003
 # The newest measurement counts for this much: machines slow down when they get warm.
 _WEIGHT = 0.3
+# Of a process's first decode, where it is slower than what is known.
+_FIRST_WEIGHT = 0.1
 # Shorter runs measure the graph's set-up, not the model's speed.
 _MIN_TOKENS = 32
 _MIN_BYTES = 1 << 20
@@ -31,7 +33,8 @@ class BreakEven:
         """`tokens` of a prompt were decoded in `seconds`.
 
         A process's first decode also reads the weights from the disk and sets up the graph, which can take many times as
-        long as decoding. So it counts only where it is faster than what is known, or as long as nothing better is.
+        long as decoding. So where it is slower than what is known it counts little: not nothing, for a program that is started
+        for each question has no other.
         """
         if tokens < _MIN_TOKENS or seconds <= 0:
             return
@@ -41,6 +44,7 @@ class BreakEven:
             self.prefill_rate, self._is_provisional = rate, is_first
             return
         if is_first and rate < known:
+            self.prefill_rate = known + _FIRST_WEIGHT * (rate - known)
             return
         self.prefill_rate = rate if self._is_provisional and rate > known else _blend(known, rate)
         self._is_provisional = False

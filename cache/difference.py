@@ -14,6 +14,7 @@ from kvkeep.cache import radix
 from kvkeep.cache.match import Source
 from kvkeep.store import nodes
 from kvkeep.store.engine import Connection
+from kvkeep.store.errors import DamagedFile
 from kvkeep.store.frame import TOKEN_BYTES
 from kvkeep.store.hashing import Fingerprint, PrefixHash, chain
 from kvkeep.store.nodes import Node
@@ -142,6 +143,8 @@ class Stored:
                 break
             row = behind[-1]
             pieces.append(row.path)
+        if any(len(piece) % TOKEN_BYTES for piece in pieces):
+            raise DamagedFile(f"a node behind position {row.start} has a path that is no tokens")
         return np.frombuffer(b"".join(pieces), "<i4").astype(np.int32)
 
 

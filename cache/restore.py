@@ -73,7 +73,14 @@ class _Workers:
         """Have a job done; it must not raise."""
         while self._count < min(MAX_THREADS, os.cpu_count() or 1):
             # Not `Thread.start`: that waits for the thread, and an interrupt meanwhile can leave the thread waiting for ever.
-            _thread.start_new_thread(self._loop, ())
+            try:
+                _thread.start_new_thread(self._loop, ())
+            except RuntimeError:
+                # There can be no more threads. Those that there are suffice, and so does this one.
+                if self._count == 0:
+                    job()
+                    return
+                break
             self._count += 1
         self._jobs.put(job)
 

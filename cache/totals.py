@@ -53,13 +53,21 @@ class Totals:
     errors: int = 0
 
 
+_MOST = 1 << 62
+# Of the year 9999; `datetime` knows no later one.
+_LAST_SECOND = 253_402_300_799
 _COUNTS = tuple(field.name for field in fields(Totals) if field.name != "since")
 
 
 def read(connection: Connection) -> Totals:
     """The totals of a root."""
     known = totals.every(connection)
-    return Totals(**{name: known[name] for name in (*_COUNTS, "since") if name in known})
+    return Totals(**{name: known[name] for name in (*_COUNTS, "since") if name in known and _can_be(name, known[name])})
+
+
+def _can_be(name: str, value: int) -> bool:
+    """Whether it isn't damaged as far as one can see."""
+    return -_MOST < value < _MOST if name == "saved_ms" else 0 <= value < (_LAST_SECOND if name == "since" else _MOST)
 
 
 class Counting:

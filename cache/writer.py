@@ -83,8 +83,8 @@ class Writer:
         self._running = 0
         self._closed = False
         self._held = held
-        # How many callers are in `flush`.
-        self._waited_for = 0
+        # Threads that are in `flush`. A set, because each takes itself out by one step that no interrupt divides.
+        self._waited_for: set[int] = set()
         self._thread = threading.Thread(target=self._loop, name="kvkeep-writer", daemon=True)
         self._thread.start()
 
@@ -146,15 +146,15 @@ class Writer:
     @contextmanager
     def _hurried(self) -> Iterator[None]:
         """Somebody waits: let the writer's own thread run as others do, or hand its job over."""
-        with self._changed:
-            self._waited_for += 1
-        if self._thread.native_id is not None:
-            lift(self._thread.native_id)
+        me = threading.get_ident()
         try:
+            self._waited_for.add(me)
+            if self._thread.native_id is not None:
+                lift(self._thread.native_id)
             yield
         finally:
+            self._waited_for.discard(me)
             with self._changed:
-                self._waited_for -= 1
                 self._changed.notify_all()
 
     def pause(self) -> None:

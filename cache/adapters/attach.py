@@ -202,6 +202,7 @@ class Attachment(Interception):
         return removed
 
     def _tokens_of(self, prompt: str | Sequence[int] | None) -> Sequence[int]:
+        self._session.check_process()
         if prompt is None:
             return [int(token) for token in self._session.public_tokens()]
         llm = self._model()

@@ -39,6 +39,8 @@ from kvkeep.store.space import DefaultCapacity, valid_capacity, valid_daily, val
 # How long a close waits for the model's hash: a first run of a large model should leave something behind, but nobody
 # waits minutes for a window to close.
 IDENTIFY_SECONDS = 10.0
+# How often what was counted is added to the root's totals, at most.
+COUNT_SECONDS = 60.0
 # How long to leave a store alone that couldn't be mended.
 RECOVER_SECONDS = 60.0
 
@@ -115,6 +117,7 @@ class Backing:
         self._ready = ready
         self._stats = stats or reporter.snapshot
         self._counting = Counting()
+        self._next_count = time.monotonic() + COUNT_SECONDS
         self.cache: PrefixCache | None = None
         self.repository: Repository | None = None
         self.unavailable = ""
@@ -156,7 +159,12 @@ class Backing:
             with self._reporter.border("looking around"):
                 repository.refresh()
                 repository.flush_touched()
-                self._counting.add(repository, self._stats())
+                self._count(repository)
+
+    def _count(self, repository: Repository) -> None:
+        """Add to the root's totals. Now and then also between saves: a program that is busy all day may be killed in the evening."""
+        self._next_count = time.monotonic() + COUNT_SECONDS
+        self._counting.add(repository, self._stats())
 
     def look_after(self, error: BaseException) -> None:
         """Mend the store, behind, if an error says that a file itself is damaged."""
@@ -235,6 +243,8 @@ class Backing:
             )
             self._reporter.saved(saved.written_bytes, saved.evicted)
             done(cache)
+            if time.monotonic() > self._next_count:
+                self._count(cache.repository)
 
         size = state.nbytes + sum(point.data.nbytes for point in points)
         self._writer.submit(Job(run, tokens, size, replaces=replaces))
@@ -291,5 +301,5 @@ class Backing:
         if repository is not None:
             with self._reporter.border("closing"):
                 repository.flush_touched()
-                self._counting.add(repository, self._stats())
+                self._count(repository)
             close_root(repository)

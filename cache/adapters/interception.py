@@ -13,7 +13,7 @@ from kvkeep.cache.adapters.ending import Ending
 from kvkeep.cache.adapters.identity import sees
 from kvkeep.cache.adapters.session import Session
 from kvkeep.cache.adapters.states import whole_state
-from kvkeep.cache.adapters.streams import Streams
+from kvkeep.cache.adapters.streams import streams_of
 from kvkeep.cache.adapters.wrapping import Wrapping
 from kvkeep.cache.match import Match, Reason
 
@@ -50,7 +50,7 @@ class Interception:
         self._context = Wrapping(llm._ctx, methods)
         self._llm_ref: Callable[[], Any] = weakref.ref(llm)
         self._signature = inspect.signature(type(llm).generate)
-        self._streams = Streams()
+        self._streams = streams_of(llm)
         self._is_cut_off = False
         # Taken away from inside of a stream, which still needs what the context holds.
         self._is_to_leave = False

@@ -7,7 +7,7 @@ import threading
 from abc import abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +49,11 @@ class _Kept:
         self._seed = value.seed
 
     @property
+    def has_logits(self) -> bool:
+        """Whether the logits of all its tokens are there."""
+        return self._scores is not None
+
+    @property
     def n_bytes(self) -> int:
         """Bytes that it takes in memory."""
         scores = 0 if self._scores is None else self._scores.nbytes
@@ -62,6 +67,20 @@ class _Kept:
         scores = np.zeros((1, self._n_vocab), np.single) if self._scores is None else self._scores.view()
         scores.flags.writeable = False
         return LlamaState(ids, scores, self._tokens.size, self._state, len(self._state), self._seed)
+
+
+class _Asking(NamedTuple):
+    """A model that asks for a state, or hands one over.
+
+    Attributes:
+        shape: see `shape_of`.
+        n_ctx: a state of a longer context may not fit.
+        logits_all: a state without the logits of all tokens is none for it.
+    """
+
+    shape: Hashable
+    n_ctx: int
+    logits_all: bool
 
 
 class _MemoryCache(BaseLlamaCache):
@@ -90,10 +109,12 @@ class _MemoryCache(BaseLlamaCache):
         self.capacity_bytes, self.verbose = state["capacity_bytes"], state["verbose"]
         self._fill(state["entries"])
 
-    def _find(self, key: Tokens, shape: Hashable) -> _Kept | None:
+    def _find(self, key: Tokens, asking: "_Asking | None") -> _Kept | None:
         """The entry that this key reads: in a completion one of the same model or one that was put in by hand."""
-        wanted = list(self._trees) if shape is None else [tree for tree in (shape, None) if tree in self._trees]
+        wanted = list(self._trees) if asking is None else [tree for tree in (asking, None) if tree in self._trees]
         found = [self._found(self._trees[tree], key) for tree in wanted]
+        if asking is not None and asking.logits_all:
+            found = [(length, kept) for length, kept in found if kept is not None and kept.has_logits]
         return max(found, key=lambda match: match[0], default=(-1, None))[1]
 
     @staticmethod
@@ -108,7 +129,7 @@ class _MemoryCache(BaseLlamaCache):
 
     def _find_longest_prefix_key(self, key: tuple[int, ...]) -> tuple[int, ...] | None:
         with self._lock:
-            found = self._find(key_tokens(key), self._asking_shape())
+            found = self._find(key_tokens(key), self._asking())
         return None if found is None else tuple(found.key.tolist())
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
@@ -117,9 +138,9 @@ class _MemoryCache(BaseLlamaCache):
         Raises:
             KeyError: there is none. In a completion those of other models don't count.
         """
-        shape = self._asking_shape()
+        asking = self._asking()
         with self._lock:
-            found = self._find(key_tokens(key), shape)
+            found = self._find(key_tokens(key), asking)
             if found is None:
                 self._say("%d tokens: nothing found", len(key))
                 raise KeyError(self._missing(key))
@@ -140,7 +161,7 @@ class _MemoryCache(BaseLlamaCache):
         if may_hold_images(self):
             self._say("%d tokens: not kept, there may be an image among them", len(key))
             return
-        kept = _Kept(key_tokens(key), value, self._asking_shape())
+        kept = _Kept(key_tokens(key), value, self._asking())
         with self._lock:
             before = self._trees[kept.shape].remove(kept.key)
             if before is not None:
@@ -156,10 +177,10 @@ class _MemoryCache(BaseLlamaCache):
                 self._trees[oldest.shape].remove(oldest.key)
                 self._forget(oldest)
 
-    def _asking_shape(self) -> Hashable:
-        """The shape of the model in whose completion this is; None by hand."""
+    def _asking(self) -> "_Asking | None":
+        """The model in whose completion this is; None by hand."""
         llm = asking_llama(self)
-        return None if llm is None else shape_of(llm)
+        return None if llm is None else _Asking(shape_of(llm), llm.n_ctx(), llm._logits_all)
 
     def _forget(self, kept: _Kept) -> None:
         del self._by_use[kept]

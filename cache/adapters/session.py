@@ -236,17 +236,18 @@ class Session:
 
     def report(self, llm: Any) -> Report | None:
         """What became of the last request; None before the first."""
-        with self._lock:
-            if self.last is None:
-                return None
-            model = llm if llm is not None and self._is_usable(llm) else None
-            cache = None if model is None or self._backing.unavailable else self.cache
-            try:
-                return self._requests.report(self.last, model, cache)
-            except KvkeepError as error:
-                self.reporter.error("comparing a prompt", error)
-                self._backing.look_after(error)
-                return Report(match=self.last)
+        # Without the lock: that of a prompt is held for as long as it is decoded, and a forked child has it as it was.
+        match = self.last
+        if match is None or self._pid != os.getpid():
+            return None if match is None else Report(match=match)
+        model = llm if llm is not None and self._is_usable(llm) else None
+        cache = None if model is None or self._backing.unavailable else self.cache
+        try:
+            return self._requests.report(match, model, cache)
+        except KvkeepError as error:
+            self.reporter.error("comparing a prompt", error)
+            self._backing.look_after(error)
+            return Report(match=match)
 
     def stats(self) -> Stats:
         """Totals since the beginning. A copy."""
@@ -321,6 +322,15 @@ class Session:
         self.keep(llm)
         with self._live.private():
             yield
+
+    def check_process(self) -> None:
+        """Before the lock is taken for somebody who asks by hand.
+
+        Raises:
+            UsageError: this is a forked child, which has the lock as it was, and nobody who gives it back.
+        """
+        if self._pid != os.getpid():
+            raise UsageError("the cache was attached before a fork: attach again in this process")
 
     def wait_for_kept(self, prompt: Sequence[int]) -> None:
         """See `Keeping.wait_for`."""

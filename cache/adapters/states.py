@@ -122,8 +122,11 @@ def are_filled(scores: npt.NDArray[np.single], n_tokens: int) -> bool:
     """Whether scores are the logits of all tokens, as with logits_all.
 
     Else `Llama` has never filled them: they are zeros, or whatever that memory held before, and twice as large as the state.
+    Logits are numbers everywhere, and hardly ever exactly 0.
     """
-    return scores.ndim == 2 and len(scores) == n_tokens and 2 * int(np.count_nonzero(scores)) > scores.size
+    if scores.ndim != 2 or len(scores) != n_tokens or not scores.size:
+        return False
+    return int(np.count_nonzero(scores)) > 0.99 * scores.size and bool(np.isfinite(scores).all())
 
 
 def whole_state(llm: Any, session: Session) -> LlamaState:

@@ -5,6 +5,7 @@ then, as if the other prompt's tokens were its own: its answer is made of them, 
 logits are missing llama.cpp ends the process.
 """
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -56,3 +57,11 @@ class Streams:
         self._left.pop(number, None)
         if self._at_work == number:
             self._at_work = 0
+
+
+_of: "weakref.WeakKeyDictionary[Any, Streams]" = weakref.WeakKeyDictionary()
+
+
+def streams_of(llm: Any) -> Streams:
+    """Those of a model, through whichever caches they came: a closed one's streams live on."""
+    return _of.setdefault(llm, Streams())
