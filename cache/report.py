@@ -233,7 +233,7 @@ class Reporter:
         self.once(
             "one shot",
             "prompts differ early and are alike in the rest, so nothing of that can be reused, and more of them are stored "
-            "only if they come again; what changes should stand last (keep.report() shows it)",
+            "only if they come again; what changes should stand last (report() of attach's handle shows it)",
         )
 
     def snapshot(self, decode_seconds: Callable[[int], float | None] = lambda n_tokens: None) -> Stats:

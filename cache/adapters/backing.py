@@ -162,7 +162,7 @@ class Backing:
                 self._count(repository)
 
     def _count(self, repository: Repository) -> None:
-        """Add to the root's totals. Now and then also between saves: a program that is busy all day may be killed in the evening."""
+        """Add to the root's totals. Also between saves: a program that is busy all day may be killed in the evening."""
         self._next_count = time.monotonic() + COUNT_SECONDS
         self._counting.add(repository, self._stats())
 

@@ -26,20 +26,20 @@ class _Kept:
     Args:
         key: the tokens that it is found by.
         value: what was handed over; nothing of it is kept but bytes that can't change.
-        shape: of the model whose completion it comes from; None if it was put in by hand.
+        model: in whose completion it was handed over; None if it was put in by hand.
 
     Raises:
         UsageError: it says that it has more tokens than it names.
     """
 
-    __slots__ = ("_ids_size", "_n_vocab", "_scores", "_seed", "_state", "_tokens", "key", "shape")
+    __slots__ = ("_ids_size", "_n_vocab", "_scores", "_seed", "_state", "_tokens", "key", "model")
 
-    def __init__(self, key: Tokens, value: LlamaState, shape: Hashable) -> None:
+    def __init__(self, key: Tokens, value: LlamaState, model: "_Model | None") -> None:
         ids = np.asarray(value.input_ids)
         if not 0 <= value.n_tokens <= ids.size:
             raise UsageError(f"a LlamaState of {value.n_tokens} tokens must name that many in input_ids, and names {ids.size}")
         self.key = key
-        self.shape = shape
+        self.model = model
         self._tokens = ids[: value.n_tokens].copy()
         self._ids_size = ids.size
         scores = np.asarray(value.scores)
@@ -69,7 +69,7 @@ class _Kept:
         return LlamaState(ids, scores, self._tokens.size, self._state, len(self._state), self._seed)
 
 
-class _Asking(NamedTuple):
+class _Model(NamedTuple):
     """A model that asks for a state, or hands one over.
 
     Attributes:
@@ -96,7 +96,7 @@ class _MemoryCache(BaseLlamaCache):
         self._lock = threading.Lock()
         self._trees: defaultdict[Hashable, TokenTree[_Kept]] = defaultdict(TokenTree)
         for kept in entries:
-            self._trees[kept.shape].put(kept.key, kept)
+            self._trees[kept.model].put(kept.key, kept)
         self._by_use: OrderedDict[_Kept, None] = OrderedDict.fromkeys(entries)
         self._bytes = sum(kept.n_bytes for kept in entries)
 
@@ -109,7 +109,7 @@ class _MemoryCache(BaseLlamaCache):
         self.capacity_bytes, self.verbose = state["capacity_bytes"], state["verbose"]
         self._fill(state["entries"])
 
-    def _find(self, key: Tokens, asking: "_Asking | None") -> _Kept | None:
+    def _find(self, key: Tokens, asking: "_Model | None") -> _Kept | None:
         """The entry that this key reads: in a completion one of the same model or one that was put in by hand."""
         wanted = list(self._trees) if asking is None else [tree for tree in (asking, None) if tree in self._trees]
         found = [self._found(self._trees[tree], key) for tree in wanted]
@@ -163,24 +163,24 @@ class _MemoryCache(BaseLlamaCache):
             return
         kept = _Kept(key_tokens(key), value, self._asking())
         with self._lock:
-            before = self._trees[kept.shape].remove(kept.key)
+            before = self._trees[kept.model].remove(kept.key)
             if before is not None:
                 self._forget(before)
             if kept.n_bytes > self.capacity_bytes:
                 self._say("a state of %d bytes is more than the %d that may be kept", kept.n_bytes, self.capacity_bytes)
                 return
-            self._trees[kept.shape].put(kept.key, kept)
+            self._trees[kept.model].put(kept.key, kept)
             self._by_use[kept] = None
             self._bytes += kept.n_bytes
             while self._bytes > self.capacity_bytes:
                 oldest = next(iter(self._by_use))
-                self._trees[oldest.shape].remove(oldest.key)
+                self._trees[oldest.model].remove(oldest.key)
                 self._forget(oldest)
 
-    def _asking(self) -> "_Asking | None":
+    def _asking(self) -> "_Model | None":
         """The model in whose completion this is; None by hand."""
         llm = asking_llama(self)
-        return None if llm is None else _Asking(shape_of(llm), llm.n_ctx(), llm._logits_all)
+        return None if llm is None else _Model(shape_of(llm), llm.n_ctx(), llm._logits_all)
 
     def _forget(self, kept: _Kept) -> None:
         del self._by_use[kept]

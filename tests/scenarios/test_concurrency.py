@@ -283,6 +283,19 @@ def test_e2_an_old_stream_that_is_dropped_late_leaves_the_next_cache_s_context_a
         assert told + [next(stream) for _ in range(8)] == answer
 
 
+def test_e2_a_stream_of_a_closed_cache_ends_when_another_cache_s_prompt_takes_the_context(dense: str, root: Path) -> None:
+    """Whoever watches the context by then."""
+    llm, answer = load(dense), generate(load(dense), OTHER, 4)
+    with attach(llm, root, break_even=False):
+        old = llm.generate(PROMPT, temp=0.0)
+        next(old)
+    with attach(llm, root, break_even=False):
+        stream = llm.generate(OTHER, temp=0.0)
+        assert next(stream) == answer[0]
+        assert list(old) == []
+        assert [next(stream) for _ in range(3)] == answer[1:]
+
+
 def test_e2_two_streams_of_the_same_prompt_take_turns_until_one_has_moved_on(dense: str, root: Path) -> None:
     """Both may be at the same token; the one that comes second then finds itself overtaken (llama-cpp-python #1367)."""
     answer = generate(load(dense), PROMPT, 8)

@@ -1,7 +1,9 @@
 """What people can see of each request, and of all together: no speed-up that isn't one, and no miss without a reason."""
 
 import json
+import os
 import sqlite3
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import llamas
 import pytest
 import sparse
-from hits import ask, attached, complete
+from hits import ask, assert_as_cold, attached, complete
 from llamas import first_logits, load, random_tokens
 from restart import run_child
 
 from kvkeep.cache import PersistentLlamaCache, Reason, Report, Source, attach
+from kvkeep.store.errors import UsageError
 
 PROMPT = random_tokens(300)
 OTHER = random_tokens(300, seed=1)
@@ -213,6 +216,56 @@ def test_g9_a_handler_s_own_decoding_and_its_completion_are_one_request(dense: s
         stream.close()
         stats = keep.stats()
     assert (stats.requests, stats.hits, stats.restored_tokens) == (1, 1, 300)
+
+
+def test_g9_a_report_never_waits_for_a_prompt(dense: str, root: Path) -> None:
+    """Not in another thread, nor in a child that was forked in the middle of one."""
+    llm = load(dense)
+    with attach(llm, root, break_even=False) as keep:
+        first_logits(llm, random_tokens(100))
+        with keep._session._lock:
+            told: list[Report | None] = []
+            asking = threading.Thread(target=lambda: told.append(keep.report()))
+            asking.start()
+            asking.join(60)
+            assert told
+            assert told[0] is not None
+            child = os.fork()
+            if child == 0:
+                try:
+                    keep.pin(random_tokens(5))
+                except UsageError:
+                    os._exit(0 if keep.report() is not None else 2)
+                finally:
+                    os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("value", [-5, (1 << 63) - 1])
+def test_g9_totals_that_cannot_be_are_left_out(dense: str, root: Path, value: int) -> None:
+    """A flipped bit in a count is no reason to tell nothing."""
+    with attached(dense, root) as (llm, keep):
+        ask(llm, keep, random_tokens(100))
+    with closing(sqlite3.connect(root / "index.db")) as index:
+        index.execute("UPDATE setting SET value = ? WHERE name IN ('total.since', 'total.requests')", [value])
+        index.commit()
+    use = json.loads(stats_of(root, "--json"))["use"]
+    assert (use["since"], use["requests"]) == (0, 0)
+    assert use["saves"] == 1
+
+
+def test_g9_a_report_on_a_damaged_row_is_one_without_a_parting(dense: str, root: Path) -> None:
+    """And the row is met by whoever mends it."""
+    prompt = random_tokens(300)
+    with attached(dense, root) as (llm, keep):
+        ask(llm, keep, prompt)
+    with closing(sqlite3.connect(root / "index.db")) as index:
+        index.execute("UPDATE node SET path = substr(path, 1, 7)")
+        index.commit()
+    with attached(dense, root) as (llm, keep):
+        asked = ask(llm, keep, [*prompt[:250], 7, 8, 9])
+        assert asked.decoded == 253
+        assert_as_cold(asked, dense)
 
 
 def test_g9_a_report_can_still_be_asked_for_when_the_model_is_gone(dense: str, root: Path) -> None:

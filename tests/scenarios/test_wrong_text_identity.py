@@ -235,6 +235,26 @@ def test_a2_the_same_file_elsewhere_is_still_warm(dense: str, root: Path, tmp_pa
         assert_own_answer(str(path), root, WARM)
 
 
+def test_a1_memory_caches_of_one_file_in_different_contexts(dense: str) -> None:
+    """A state of a longer context may not fit, and one without logits is none where those of all tokens are wanted."""
+    text = "lighthouses and ships " * 12
+    for kind in (LlamaRAMCache, LlamaTrieCache):
+        cache = kind()
+        long, short = load(dense), load(dense, n_ctx=512)
+        scored = load(dense, logits_all=True)
+        for llm in (long, short, scored):
+            llm.set_cache(cache)
+        long.create_completion(text * 2, max_tokens=4, temperature=0.0)
+        asked = {"max_tokens": 4, "temperature": 0.0, "echo": True, "logprobs": 1}
+        expected = load(dense, logits_all=True).create_completion(text, **asked)
+        found = scored.create_completion(text, **asked)
+        assert found["choices"][0]["text"] == expected["choices"][0]["text"]
+        pairs = zip(*(one["choices"][0]["logprobs"]["token_logprobs"][1:] for one in (found, expected)), strict=True)
+        assert all(abs(one - other) < 5e-3 for one, other in pairs)
+        answer = load(dense, n_ctx=512).create_completion(text, max_tokens=4, temperature=0.0)
+        assert short.create_completion(text, max_tokens=4, temperature=0.0)["choices"] == answer["choices"]
+
+
 # -- adapters ------------------------------------------------------------------------------------------------------------
 
 
