@@ -246,7 +246,7 @@ def test_g9_totals_that_cannot_be_are_left_out(dense: str, root: Path, value: in
     """A flipped bit in a count is no reason to tell nothing."""
     with attached(dense, root) as (llm, keep):
         ask(llm, keep, random_tokens(100))
-    with closing(sqlite3.connect(root / "index.db")) as index:
+    with closing(sqlite3.connect(root / "index.sqlite3")) as index:
         index.execute("UPDATE setting SET value = ? WHERE name IN ('total.since', 'total.requests')", [value])
         index.commit()
     use = json.loads(stats_of(root, "--json"))["use"]
@@ -259,7 +259,7 @@ def test_g9_a_report_on_a_damaged_row_is_one_without_a_parting(dense: str, root:
     prompt = random_tokens(300)
     with attached(dense, root) as (llm, keep):
         ask(llm, keep, prompt)
-    with closing(sqlite3.connect(root / "index.db")) as index:
+    with closing(sqlite3.connect(root / "index.sqlite3")) as index:
         index.execute("UPDATE node SET path = substr(path, 1, 7)")
         index.commit()
     with attached(dense, root) as (llm, keep):
