@@ -250,12 +250,13 @@ def test_g9_totals_that_cannot_be_are_left_out(dense: str, root: Path, value: in
         index.execute("UPDATE setting SET value = ? WHERE name IN ('total.since', 'total.requests')", [value])
         index.commit()
     use = json.loads(stats_of(root, "--json"))["use"]
-    assert (use["since"], use["requests"]) == (0, 0)
+    assert (use["since"], use["requests"]) == (None, 0)
     assert use["saves"] == 1
 
 
-def test_g9_a_report_on_a_damaged_row_is_one_without_a_parting(dense: str, root: Path) -> None:
-    """And the row is met by whoever mends it."""
+def test_g9_a_report_on_a_damaged_row_is_one_without_a_parting(dense: str, tmp_path: Path) -> None:
+    """Rows are damaged, not requests."""
+    root = tmp_path / "damaged"
     prompt = random_tokens(300)
     with attached(dense, root) as (llm, keep):
         ask(llm, keep, prompt)
@@ -353,5 +354,5 @@ def test_g9_saved_seconds_are_plausible_right_after_a_start(dense: str, root: Pa
         ask(llm, keep, random_tokens(64, seed=8))
         rate = keep._session.rates.prefill_rate
         assert rate is not None
-        assert rate >= known
+        assert rate >= 0.89 * known
         assert llamas.n_decoded(llm) == 64
