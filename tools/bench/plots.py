@@ -88,7 +88,7 @@ def _first_token(axes: Any, prefixes: Mapping[str, Any]) -> None:
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
     axes.minorticks_off()
     axes.set_title("After a restart")
-    axes.legend()
+    _legend(axes)
 
 
 def _split(axes: Any, prefixes: Mapping[str, Any]) -> None:
@@ -102,7 +102,7 @@ def _split(axes: Any, prefixes: Mapping[str, Any]) -> None:
         below = [low + height for low, height in zip(below, heights, strict=True)]
     axes.set(xlabel="tokens restored", ylabel="ms to the first token")
     axes.set_title("What a restart with kvkeep is made of")
-    axes.legend()
+    _legend(axes)
 
 
 def _bytes(axes: Any, rows: list[Mapping[str, Any]], name: str, label: str) -> None:
@@ -111,11 +111,18 @@ def _bytes(axes: Any, rows: list[Mapping[str, Any]], name: str, label: str) -> N
     for way in WAYS:
         values = [turn[name] / 1e6 for turn in own[way][TURNS]]
         if keeps_on_disk(way):
-            axes.plot(range(1, len(values) + 1), values, "o-", label=way)
+            # Thinner and thinner: two ways may write the very same.
+            width = 5 - len(axes.lines)
+            axes.plot(range(1, len(values) + 1), values, "o-", label=way, linewidth=width, markersize=3 + 1.5 * width)
     axes.set(xlabel="turn of the chat", ylabel=label, ylim=(0, None))
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title("A chat, stored after each turn")
-    axes.legend()
+    _legend(axes)
+
+
+def _legend(axes: Any) -> None:
+    """Below, where it hides nothing."""
+    axes.figure.legend(loc="outside lower center", ncols=3)
 
 
 def _lookups(axes: Any, stores: list[Mapping[str, Any]]) -> None:
@@ -124,7 +131,7 @@ def _lookups(axes: Any, stores: list[Mapping[str, Any]]) -> None:
         axes.plot(blocks, [1e3 * figures.percentile(store["seconds"], percent) for store in stores], "o-", label=label)
     axes.set(xscale="log", ylim=(0, None), xlabel="blocks in the store", ylabel="ms of a look-up")
     axes.set_title("Looking up a prompt")
-    axes.legend()
+    _legend(axes)
 
 
 def _throughput(axes: Any, rows: list[Mapping[str, Any]]) -> None:
@@ -139,4 +146,4 @@ def _throughput(axes: Any, rows: list[Mapping[str, Any]]) -> None:
     axes.set_xticks(tokens, [f"{count:,}" for count in tokens])
     axes.minorticks_off()
     axes.set_title("The store by itself, beside a plain file")
-    axes.legend()
+    _legend(axes)
