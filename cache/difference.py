@@ -12,11 +12,13 @@ import numpy.typing as npt
 
 from kvkeep.cache import radix
 from kvkeep.cache.match import Source
+from kvkeep.cache.prefix_cache import token_bytes
+from kvkeep.cache.restore_point import Prompt
 from kvkeep.store import nodes
 from kvkeep.store.engine import Connection
 from kvkeep.store.errors import DamagedFile
 from kvkeep.store.frame import TOKEN_BYTES
-from kvkeep.store.hashing import Fingerprint, PrefixHash, chain
+from kvkeep.store.hashing import Fingerprint
 from kvkeep.store.nodes import Node
 
 Tokens = npt.NDArray[np.int32]
@@ -98,13 +100,11 @@ class Stored:
     def __init__(self, connection: Connection, fingerprint: Fingerprint, block_tokens: int, prompt: Tokens) -> None:
         self._connection = connection
         self._block_tokens = block_tokens
-        data = prompt.astype("<i4").tobytes()
-        borders = [PrefixHash(fingerprint), *chain(fingerprint, data, block_tokens * TOKEN_BYTES)]
-        self.in_common = radix.covered(radix.walk(connection, borders, data, block_tokens))
-        slot = min(self.in_common // block_tokens, len(borders) - 1)
-        size = block_tokens * TOKEN_BYTES
-        self._anchor = borders[slot]
-        self._rest = data[slot * size : (slot + 1) * size]
+        known = Prompt.of(fingerprint, token_bytes(prompt), block_tokens)
+        self.in_common = radix.covered(radix.walk(connection, known.borders, known.tokens, block_tokens))
+        slot = min(self.in_common // block_tokens, len(known.borders) - 1)
+        self._anchor = known.borders[slot]
+        self._rest = known.rest(slot)
         self._from_border = prompt[slot * block_tokens :][:_SAMPLE]
 
     def following(self) -> Tokens:

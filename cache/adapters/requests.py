@@ -31,6 +31,7 @@ class _Request:
     decode_seconds: float = 0.0
     is_compared: bool = False
     difference: Difference | None = None
+    alternatives: int = 0
     is_one_shot: bool | None = None
     left_out: Beginning | None = None
 
@@ -119,7 +120,7 @@ class Requests:
             self._in_a_row = 0
             return False
         self._in_a_row += 1
-        if max(self._in_a_row - 1, _alternatives(prompt, cache)) < MAX_ALTERNATIVES:
+        if max(self._in_a_row - 1, self._now.alternatives) < MAX_ALTERNATIVES:
             return False
         if _is_among(prompt, {*self._left_out, *_left_out_before(cache)}):
             return False
@@ -137,7 +138,7 @@ class Requests:
             return
         now.is_compared = True
         if now.match.decoded > 1 and not _goes_on(now.prompt, now.live, now.match):
-            now.difference = _difference(now.prompt, now.live, cache)
+            now.difference, now.alternatives = _difference(now.prompt, now.live, cache)
 
 
 def _goes_on(prompt: Tokens, live: Tokens, match: Match) -> bool:
@@ -145,18 +146,14 @@ def _goes_on(prompt: Tokens, live: Tokens, match: Match) -> bool:
     return 0 < len(live) <= len(prompt) and match.length <= len(live) == common(prompt, live)
 
 
-def _difference(prompt: Tokens, live: Tokens, cache: PrefixCache | None) -> Difference | None:
+def _difference(prompt: Tokens, live: Tokens, cache: PrefixCache | None) -> tuple[Difference | None, int]:
+    """Where a prompt parts from what is known; and where something was inserted, how many alternatives are stored."""
     if cache is None or cache.namespace is None:
-        return first(prompt, live, None)
+        return first(prompt, live, None), 0
     with cache.repository.rows() as connection:
-        return first(prompt, live, Stored(connection, cache.identity.fingerprint, cache.block_tokens, prompt))
-
-
-def _alternatives(prompt: Tokens, cache: PrefixCache | None) -> int:
-    if cache is None or cache.namespace is None:
-        return 0
-    with cache.repository.rows() as connection:
-        return Stored(connection, cache.identity.fingerprint, cache.block_tokens, prompt).alternatives(MAX_ALTERNATIVES)
+        stored = Stored(connection, cache.identity.fingerprint, cache.block_tokens, prompt)
+        found = first(prompt, live, stored)
+        return found, stored.alternatives(MAX_ALTERNATIVES) if found is not None and found.is_inserted else 0
 
 
 def _left_out_before(cache: PrefixCache | None) -> list[Beginning]:

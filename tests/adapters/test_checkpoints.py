@@ -1,6 +1,5 @@
 """Checkpoints of memories that can't be cut: where they are taken, and what they save."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,22 +45,13 @@ def decoded(llm: Any, prompt: list[int]) -> int:
 # -- a chat whose template drops the thoughts ---------------------------------------------------------------------------
 
 
-def turns() -> Iterator[list[dict[str, str]]]:
-    """The messages of six requests, each with the answers before it."""
-    messages = [{"role": "system", "content": "be kind and " + "short " * 40}]
-    for turn in range(6):
-        messages.append({"role": "user", "content": f"question {turn} " + "apple orange " * 5})
-        yield list(messages)
-        messages.append({"role": "assistant", "content": f"<think>{'hm ' * 30}</think>the answer is {turn}"})
-
-
 @pytest.mark.parametrize("restart", [False, True], ids=["one process", "restart before every turn"])
 def test_a_chat_that_drops_its_thoughts_decodes_from_the_last_users_turn_on(thinker: str, root: Path, restart: bool) -> None:
     options = {"n_ctx": 2048}
     llm = load(thinker, **options)
     keep = attach(llm, root, break_even=False)
     last_turn = 0
-    for number, messages in enumerate(turns()):
+    for number, messages in enumerate(models.thoughtful_turns()):
         if restart and number:
             keep.close()
             llm = load(thinker, **options)

@@ -1,7 +1,6 @@
 """Prompts that people's programs build anew each time, and how much of each is reused all the same."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,15 +45,6 @@ THINKING = {
 RECIPES = {"dense": models.DENSE, "hybrid": models.HYBRID, "window": models.WINDOW}
 
 
-def thoughtful_turns() -> Iterator[list[dict[str, str]]]:
-    """The messages of six requests."""
-    messages = [{"role": "system", "content": "be kind and " + "short " * 40}]
-    for turn in range(6):
-        messages.append({"role": "user", "content": f"question {turn} " + "apple orange " * 5})
-        yield list(messages)
-        messages.append({"role": "assistant", "content": f"<think>{'hm ' * 30}</think>the answer is {turn}"})
-
-
 @pytest.mark.parametrize("template", THINKING)
 @pytest.mark.parametrize("memory", RECIPES)
 @pytest.mark.parametrize("restart", [False, True], ids=["live", "restarts"])
@@ -68,7 +58,7 @@ def test_b4_thoughts_taken_out_of_the_history_cost_only_themselves(
     options = LONG | (MASKED if memory == "window" else {})
     before: Asked | None = None
     with attached(model, root, **options) as (llm, keep):
-        for number, messages in enumerate(thoughtful_turns()):
+        for number, messages in enumerate(models.thoughtful_turns()):
             if restart and number:
                 keep.close()
                 with attached(model, root, **options) as (other, its):
@@ -231,25 +221,28 @@ def test_b5_a_prompt_that_was_edited_once_is_kept_beside_unrelated_ones(dense: s
         assert keep.stats().one_shot == 0
 
 
+def until_one_is_left_out(llm: Any, keep: Attached) -> str:
+    """Ask with one time after the other in front. Returns the last prompt, whose state isn't stored."""
+    for second in range(MAX_ALTERNATIVES + 3):
+        complete(llm, keep, clock(second) + RULES)
+        keep.flush()
+    assert keep.stats().one_shot > 0
+    return clock(second) + RULES
+
+
 def test_b5_the_same_prompt_again_is_kept(dense: str, root: Path) -> None:
     """Asked twice, as by "regenerate", it is no time of day."""
     with attached(dense, root) as (llm, keep):
-        for second in range(MAX_ALTERNATIVES + 3):
-            complete(llm, keep, clock(second) + RULES)
-            keep.flush()
-        assert keep.stats().one_shot > 0
-        complete(llm, keep, clock(second) + RULES)
+        last = until_one_is_left_out(llm, keep)
+        complete(llm, keep, last)
     with attached(dense, root) as (llm, keep):
-        assert complete(llm, keep, clock(second) + RULES).decoded == 1
+        assert complete(llm, keep, last).decoded == 1
 
 
 def test_b5_what_somebody_asks_for_is_kept(dense: str, root: Path) -> None:
     """A prompt that is warmed or pinned is stored, however many look like it."""
     with attached(dense, root) as (llm, keep):
-        for second in range(MAX_ALTERNATIVES + 3):
-            complete(llm, keep, clock(second) + RULES)
-            keep.flush()
-        assert keep.stats().one_shot > 0
+        until_one_is_left_out(llm, keep)
         keep.warm(clock(100) + RULES)
         complete(llm, keep, clock(101) + RULES)
         keep.pin()

@@ -459,3 +459,12 @@ def adapter(path: Path, seed: int) -> str:
     writer.write_tensors_to_file()
     writer.close()
     return str(path)
+
+
+def thoughtful_turns() -> Iterator[list[dict[str, str]]]:
+    """The messages of six requests, each with the answers before it, thoughts included."""
+    messages = [{"role": "system", "content": "be kind and " + "short " * 40}]
+    for turn in range(6):
+        messages.append({"role": "user", "content": f"question {turn} " + "apple orange " * 5})
+        yield list(messages)
+        messages.append({"role": "assistant", "content": f"<think>{'hm ' * 30}</think>the answer is {turn}"})
